@@ -1,0 +1,54 @@
+# The whole vocabulary is: demo test check bench run proto. Each target sets up what it needs.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PRODUCT := kvstore server/kvstore_server client/kvstore_client
+TEST_KINDS := unit contract simulation golden integration e2e tidy
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help demo test check bench run proto
+help:
+	@echo 'make demo    a small model answers with and without the store, side by side'
+	@echo 'make test    every test, on every interpreter at hand'
+	@echo 'make check   format, lint, types, import contracts, generated code in step'
+	@echo 'make bench   measure, write build/bench.json'
+	@echo 'make run     kvstored in the foreground with deploy/kvstored.toml'
+	@echo 'make proto   regenerate kvstore/wire/v1 from protos/kvstore/v1'
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo 'no Python 3.10 to 3.13 with venv: apt-get install python3-venv' >&2; exit 1; }
+	@echo '== creating $(VENV) with $(PYTHON)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints/dev.txt | $(BIN)/python
+	@echo '== installing what the targets need into $(VENV)'
+	$(BIN)/python -m pip install --progress-bar off -q -e '.[dev]' -c constraints/dev.txt
+	@touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/python -m kvstore_client.demo
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest --durations=10 $(wildcard $(TEST_KINDS:%=tests/%))
+	.ci/interpreters
+
+check: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(PRODUCT) tests
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python protos/generate.py --check
+
+bench: $(VENV)/installed
+	@mkdir -p build
+	$(BIN)/python -m tests.bench
+
+run: $(VENV)/installed
+	$(BIN)/kvstored --config deploy/kvstored.toml
+
+proto: $(VENV)/installed
+	$(BIN)/python protos/generate.py
