@@ -1,0 +1,142 @@
+"""Live estimate of one path (memory copy, disk read, network): its bandwidth and fixed latency.
+
+Pure: the clock is an argument. One `Link` belongs to one thread (the store's loop); the mover's
+threads report their measurements to it, they never touch it. `kvstore.policy.plan` reads it.
+
+Model: `elapsed = latency + bytes / bandwidth`. Both unknowns are moved, as logarithms, by a
+normalised gradient step on `ln(elapsed / predicted)`, so that a sample corrects the term that made
+the most of its time: large transfers teach the bandwidth, small ones the latency. The residual is
+clipped, so one stall hardly moves the estimate; a run of clipped residuals on one side is a change
+of the path, not an outlier, and opens the clip. Constant time and memory.
+"""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["Link"]
+
+CLIP = 0.3
+"""Largest |ln(measured / predicted)| that one sample may contribute: about a third."""
+RUN_MAX = 4
+"""So many clipped residuals in a row on one side, and the path has changed."""
+MEMORY_SAMPLES = 16.0
+"""A sample's weight is never under 1 / this."""
+LATENCY_NS_MIN = 1.0
+NS_PER_BYTE_MIN = 1e-5
+NS_PER_BYTE_MAX = 1e6
+"""Bounds of the estimate (100 TB/s and 1 kB/s), so that a broken clock cannot run it away."""
+
+
+class Link:
+    """Bandwidth, fixed latency and queue of one path.
+
+    The seed is what is assumed before the first sample (a data sheet's figure will do); it weighs
+    as much as `seed_samples` samples.
+    """
+
+    __slots__ = (
+        "_half_life_ns",
+        "_last_ns",
+        "_ns_per_byte",
+        "_run",
+        "_weight",
+        "latency_ns",
+        "name",
+        "queued_bytes",
+        "samples",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        bytes_per_second: float,
+        latency_ns: float = 0.0,
+        half_life_ns: int = 30_000_000_000,
+        seed_samples: float = 1.0,
+    ) -> None:
+        """`half_life_ns`: silence after which what was learnt weighs half against the next sample.
+
+        Raises ValueError for a bandwidth that is not positive and finite, or a negative latency.
+        """
+        if not (0 < bytes_per_second < math.inf):
+            raise ValueError(f"link {name}: bytes_per_second is {bytes_per_second}, not above 0")
+        if not (0 <= latency_ns < math.inf):
+            raise ValueError(f"link {name}: latency_ns is {latency_ns}, not 0 or more")
+        if half_life_ns <= 0 or seed_samples < 0:
+            raise ValueError(f"link {name}: half_life_ns above 0, seed_samples 0 or more")
+        self.name = name
+        self.samples = 0
+        self.queued_bytes = 0
+        self.latency_ns = latency_ns
+        self._ns_per_byte = 1e9 / bytes_per_second
+        self._weight = seed_samples
+        self._half_life_ns = half_life_ns
+        self._last_ns: int | None = None
+        self._run = 0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The bandwidth of the path as it is now believed to be."""
+        return 1e9 / self._ns_per_byte
+
+    def observe(self, length_bytes: int, elapsed_ns: int, now_ns: int, *, sharers: int = 1) -> None:
+        """Learns from one finished transfer.
+
+        `sharers`: how many transfers, this one included, had the path at the same time; what one of
+        n sees is an n-th of the path. Samples without length or time say nothing and are dropped.
+        """
+        if length_bytes <= 0 or elapsed_ns <= 0:
+            return
+        self._fade(now_ns)
+        # A latency of 0 could never grow again by a factor.
+        latency = max(self.latency_ns, LATENCY_NS_MIN)
+        moving = length_bytes * max(1, sharers) * self._ns_per_byte
+        predicted = latency + moving
+        residual = self._clipped(math.log(elapsed_ns / predicted))
+        self._weight = min(self._weight + 1.0, MEMORY_SAMPLES)
+        self.samples += 1
+        share_latency, share_moving = latency / predicted, moving / predicted
+        step = residual / self._weight / (share_latency**2 + share_moving**2)
+        self.latency_ns = max(LATENCY_NS_MIN, latency * math.exp(step * share_latency))
+        pace = self._ns_per_byte * math.exp(step * share_moving)
+        self._ns_per_byte = min(max(pace, NS_PER_BYTE_MIN), NS_PER_BYTE_MAX)
+
+    def enqueue(self, length_bytes: int) -> None:
+        """Bytes that were handed to the path and are not there yet."""
+        self.queued_bytes += length_bytes
+
+    def dequeue(self, length_bytes: int) -> None:
+        """The end of what `enqueue` announced, whether it went well or not."""
+        assert length_bytes <= self.queued_bytes, "more bytes left the queue than entered it"
+        self.queued_bytes -= length_bytes
+
+    def ideal_ns(self, length_bytes: int) -> float:
+        """The bound that no transfer beats: bytes / bandwidth."""
+        return length_bytes * self._ns_per_byte
+
+    def fixed_ns(self) -> float:
+        """What a transfer waits before its own first byte: latency and the queue before it."""
+        return self.latency_ns + self.ideal_ns(self.queued_bytes)
+
+    def predict_ns(self, length_bytes: int) -> float:
+        """Time until `length_bytes` handed over now have arrived."""
+        return self.fixed_ns() + self.ideal_ns(length_bytes)
+
+    def _fade(self, now_ns: int) -> None:
+        last_ns, self._last_ns = self._last_ns, now_ns
+        if last_ns is not None and now_ns > last_ns:
+            self._weight *= 0.5 ** ((now_ns - last_ns) / self._half_life_ns)
+
+    def _clipped(self, residual: float) -> float:
+        if abs(residual) <= CLIP:
+            self._run = 0
+            return residual
+        side = 1 if residual > 0 else -1
+        self._run = self._run + side if self._run * side > 0 else side
+        if abs(self._run) >= RUN_MAX:
+            # The path has changed: what was learnt before the run says little about it.
+            self._weight = min(self._weight, 1.0)
+            return max(-math.log(16), min(math.log(16), residual))
+        return math.copysign(CLIP, residual)

@@ -1,0 +1,164 @@
+"""`Link`: finds bandwidth and latency from samples, whatever noise and stalls come with them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.policy.links import Link
+
+MIB = 1 << 20
+SECOND_NS = 1_000_000_000
+
+
+def feed(
+    link: Link,
+    samples: int,
+    *,
+    bytes_per_second: float,
+    latency_ns: float,
+    rng: random.Random,
+    sizes: tuple[int, ...] = (MIB,),
+    noise: float = 0.0,
+    stalls: float = 0.0,
+    start_ns: int = 0,
+) -> int:
+    now_ns = start_ns
+    for _ in range(samples):
+        size = rng.choice(sizes)
+        elapsed_ns = latency_ns + size / bytes_per_second * 1e9
+        elapsed_ns *= 1 + rng.uniform(-noise, noise)
+        if rng.random() < stalls:
+            elapsed_ns *= rng.uniform(10, 100)
+        now_ns += int(elapsed_ns)
+        link.observe(size, int(elapsed_ns), now_ns)
+    return now_ns
+
+
+def test_the_seed_is_the_estimate_until_a_sample_comes() -> None:
+    link = Link("pcie", bytes_per_second=20 * (1 << 30), latency_ns=5_000)
+    assert link.bytes_per_second == 20 * (1 << 30)
+    assert link.latency_ns == 5_000
+    assert link.ideal_ns(8 << 30) == pytest.approx(0.4e9)
+    assert link.predict_ns(8 << 30) == pytest.approx(0.4e9 + 5_000)
+    assert link.samples == 0
+
+
+def test_learns_a_bandwidth_that_is_far_from_the_seed() -> None:
+    for true_rate in (1e8, 3e9, 2e11):
+        link = Link("disk", bytes_per_second=10e9, latency_ns=1_000)
+        rng = random.Random(1)
+        feed(
+            link, 60, bytes_per_second=true_rate, latency_ns=1_000, rng=rng, sizes=(64 * MIB,)
+        )  # fmt: skip
+        assert link.bytes_per_second == pytest.approx(true_rate, rel=0.02)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    rate=st.floats(2e8, 5e10),
+    latency_us=st.floats(20, 2_000),
+    guess=st.floats(0.2, 5.0),
+)
+def test_predicts_every_size_under_noise_and_stalls(
+    seed: int, rate: float, latency_us: float, guess: float
+) -> None:
+    link = Link("any", bytes_per_second=rate * guess, latency_ns=latency_us * 1e3 * guess)
+    sizes = tuple(MIB << k for k in range(0, 9, 2))
+    feed(
+        link, 500, bytes_per_second=rate, latency_ns=latency_us * 1e3, rng=random.Random(seed),
+        sizes=sizes, noise=0.1, stalls=0.05,
+    )  # fmt: skip
+    for size in sizes:
+        truth_ns = latency_us * 1e3 + size / rate * 1e9
+        assert link.predict_ns(size) == pytest.approx(truth_ns, rel=0.35)
+
+
+def test_one_stall_hardly_moves_the_estimate() -> None:
+    link = Link("disk", bytes_per_second=2e9)
+    now_ns = feed(link, 50, bytes_per_second=2e9, latency_ns=0, rng=random.Random(2))
+    before = link.bytes_per_second
+    link.observe(MIB, 100 * int(MIB / 2e9 * 1e9), now_ns)
+    assert before * 0.97 < link.bytes_per_second < before
+
+
+def test_follows_a_lasting_change_within_a_few_samples() -> None:
+    rng = random.Random(3)
+    link = Link("disk", bytes_per_second=2e9)
+    now_ns = feed(link, 200, bytes_per_second=2e9, latency_ns=0, rng=rng)
+    feed(link, 16, bytes_per_second=2e8, latency_ns=0, rng=rng, start_ns=now_ns)
+    assert link.bytes_per_second == pytest.approx(2e8, rel=0.1)
+
+
+def test_small_transfers_teach_the_latency_not_the_bandwidth() -> None:
+    link = Link("net", bytes_per_second=10e9, latency_ns=20_000)
+    feed(link, 100, bytes_per_second=10e9, latency_ns=200_000, rng=random.Random(4), sizes=(4096,))
+    assert link.latency_ns == pytest.approx(200_000, rel=0.05)
+    assert link.bytes_per_second == pytest.approx(10e9, rel=0.05)
+
+
+def test_silence_makes_the_next_sample_count_more() -> None:
+    def after(pause_ns: int) -> float:
+        link = Link("disk", bytes_per_second=2e9, half_life_ns=10 * SECOND_NS)
+        now_ns = feed(link, 100, bytes_per_second=2e9, latency_ns=0, rng=random.Random(5))
+        link.observe(MIB, int(1.25 * MIB / 2e9 * 1e9), now_ns + pause_ns)
+        return link.bytes_per_second
+
+    assert 2e9 * 0.98 < after(0) < 2e9
+    assert after(120 * SECOND_NS) == pytest.approx(2e9 / 1.25, rel=0.02)
+
+
+def test_the_share_of_concurrent_transfers_is_not_taken_for_the_path() -> None:
+    link = Link("dram", bytes_per_second=8e9)
+    for step in range(60):
+        link.observe(MIB, int(4 * MIB / 8e9 * 1e9), step, sharers=4)
+    assert link.bytes_per_second == pytest.approx(8e9, rel=0.01)
+
+
+def test_the_queue_is_waited_for_first() -> None:
+    link = Link("disk", bytes_per_second=1e9, latency_ns=100_000)
+    link.enqueue(500_000_000)
+    assert link.queued_bytes == 500_000_000
+    assert link.predict_ns(1_000_000) == pytest.approx(100_000 + 501_000_000)
+    assert link.ideal_ns(1_000_000) == pytest.approx(1_000_000)
+    link.dequeue(500_000_000)
+    assert link.predict_ns(1_000_000) == pytest.approx(1_100_000)
+    with pytest.raises(AssertionError, match="left the queue"):
+        link.dequeue(1)
+
+
+def test_samples_that_say_nothing_are_dropped() -> None:
+    link = Link("disk", bytes_per_second=1e9)
+    link.observe(0, 1_000, 1)
+    link.observe(MIB, 0, 2)
+    link.observe(-1, -1, 3)
+    assert (link.samples, link.bytes_per_second) == (0, 1e9)
+
+
+def test_a_broken_clock_cannot_run_the_estimate_away() -> None:
+    link = Link("disk", bytes_per_second=1e9)
+    for step in range(2_000):
+        link.observe(1, 10**18, 1_000 - step)
+    assert link.bytes_per_second >= 1_000
+    for step in range(2_000):
+        link.observe(1 << 60, 1, step)
+    assert link.bytes_per_second <= 1e14 * 1.001
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"bytes_per_second": 0.0},
+        {"bytes_per_second": float("inf")},
+        {"bytes_per_second": float("nan")},
+        {"bytes_per_second": 1e9, "latency_ns": -1.0},
+        {"bytes_per_second": 1e9, "half_life_ns": 0},
+    ],
+)
+def test_a_seed_that_makes_no_sense_is_refused(arguments: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="link disk"):
+        Link("disk", **arguments)  # type: ignore[arg-type]
