@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -26,7 +27,6 @@ import pytest
 
 READY_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 20.0
-POLL_S = 0.005
 
 DEFAULTS: Mapping[str, Any] = {
     "host.capacity_bytes": "64MiB",
@@ -62,7 +62,7 @@ class Daemon:
         self.environ = dict(environ or {})
         self.argv_prefix = argv_prefix
         self.ready: dict[str, Any] = {}
-        self._ready_file = folder / "ready.json"
+        self._ready_fd = -1
         self._log_file = folder / "kvstored.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -113,38 +113,58 @@ class Daemon:
     def spawn(self) -> subprocess.Popen[bytes]:
         """Starts the process without waiting for anything."""
         assert not self.alive, "still running"
-        self._ready_file.unlink(missing_ok=True)
         self.ready = {}
         flags = [f"--{name}={_text(value)}" for name, value in self.settings.items()]
         environ = {k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")}
-        argv = [*self.argv_prefix, sys.executable, "-m", "kvstore_server", "serve"]
-        argv += ["--ready-file", str(self._ready_file), *flags]
-        with self._log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**environ, "PYTHONPATH": _python_path(environ), **self.environ},
-            )
+        environ["PYTHONPATH"] = _python_path(environ)
+        argv = [*self.argv_prefix, sys.executable, "-m", "kvstore_server", "serve", *flags]
+        self._close_ready_fd()
+        self._ready_fd, write_fd = os.pipe()
+        try:
+            with self._log_file.open("ab") as log:
+                self._process = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**environ, "KVSTORE_READY_FD": str(write_fd), **self.environ},
+                    pass_fds=(write_fd,),
+                )
+        finally:
+            os.close(write_fd)
         return self._process
 
     def start(self, deadline_s: float = READY_DEADLINE_S) -> Daemon:
         """Starts the process and returns when it is ready. Raises DaemonDied if it ends before."""
         mark = len(self.log())
-        process = self.spawn()
+        self.spawn()
+        record = self._read_ready(deadline_s)
+        if record is None:
+            self.kill()
+            raise AssertionError(f"not ready within {deadline_s} s:\n{self.log()[mark:]}")
+        if not record:
+            raise DaemonDied(self.wait(), self.log()[mark:])
+        self.ready = json.loads(record)
+        return self
+
+    def _read_ready(self, deadline_s: float) -> bytes | None:
+        """What the daemon writes when it is ready: b"" if it ended before, None if time is over."""
         end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
-            # The file appears by a rename, whole.
-            with contextlib.suppress(FileNotFoundError):
-                self.ready = json.loads(self._ready_file.read_text(encoding="utf-8"))
-                return self
-            code = process.poll()
-            if code is not None:
-                raise DaemonDied(code, self.log()[mark:])
-            time.sleep(POLL_S)
-        self.kill()
-        raise AssertionError(f"not ready within {deadline_s} s:\n{self.log()[mark:]}")
+        record = b""
+        try:
+            while select.select([self._ready_fd], [], [], max(0.0, end - time.monotonic()))[0]:
+                piece = os.read(self._ready_fd, 65536)
+                record += piece
+                if not piece:
+                    return record
+        finally:
+            self._close_ready_fd()
+        return None
+
+    def _close_ready_fd(self) -> None:
+        if self._ready_fd >= 0:
+            os.close(self._ready_fd)
+            self._ready_fd = -1
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -169,6 +189,7 @@ class Daemon:
             self.signal(signal.SIGKILL)
             self.process.kill()
         self.process.wait(STOP_DEADLINE_S)
+        self._close_ready_fd()
 
     def restart(self) -> Daemon:
         """Stops it if it runs, then starts it with the same settings."""
