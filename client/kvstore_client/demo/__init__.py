@@ -1,2 +1,1 @@
-"""`python -m kvstore_client.demo`: a language model, a daemon and a second process that reuses its
-KV."""
+"""`make demo`: a language model, a daemon, and a second process that reuses the first one's KV."""
