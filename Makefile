@@ -39,7 +39,7 @@ test: $(VENV)/installed
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(PRODUCT) tests
+	$(BIN)/mypy $(PRODUCT) tests protos .ci
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python protos/generate.py --check
 
