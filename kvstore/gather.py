@@ -1,0 +1,187 @@
+"""The measured copy calls, and the checksum of what was copied. Daemon and client use this module.
+
+All of them run without the interpreter lock while bytes move, and none allocates by block. Measured
+on 1 MiB blocks: `np.take` and `np.copyto` 0.97-1.04 of memcpy's rate; a memoryview assignment holds
+the lock throughout, `bytes(view)` and fancy indexing lose to their own page faults; copy and hash
+in 128 KiB pieces 1.7 memcpys, since the hash finds each piece in the cache.
+
+It imports nothing of ours and starts no thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Any, Union
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+PIECE_BYTES = 128 << 10
+PARALLEL_BYTES = 8 << 20
+DIGEST_BYTES = 16
+
+Bytes = NDArray[np.uint8]
+Source = tuple[Bytes, Union[Sequence[int], NDArray[np.integer]]]  # noqa: UP007 - evaluated on 3.10
+_Move = tuple[Bytes, NDArray[np.intp], int]  # slots2d, slot ids, first row
+
+
+def as_bytes(buffer: Buffer | NDArray[Any]) -> Bytes:
+    """`buffer` as uint8 [n], the same memory; writeable if it is.
+
+    ValueError if it is not C-contiguous.
+    """
+    view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
+    if not view.c_contiguous:
+        raise ValueError("a buffer must be C-contiguous")
+    return np.frombuffer(view, dtype=np.uint8)
+
+
+def region_runs(places: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+    """Groups (region, slot) pairs to (region, slots), keeping their order: neighbours of one region
+    become one run, which is one call to copy.
+    """
+    runs: list[tuple[int, list[int]]] = []
+    for region, slot in places:
+        if runs and runs[-1][0] == region:
+            runs[-1][1].append(slot)
+        else:
+            runs.append((region, [slot]))
+    return runs
+
+
+def copy_blocks(
+    sources: Sequence[Source],
+    out: Bytes | Sequence[Buffer | NDArray[Any]],
+    *,
+    executor: Executor | None = None,
+    parallel_bytes: int = PARALLEL_BYTES,
+) -> int:
+    """Copies blocks out of regions into `out`, in order; returns the number of blocks.
+
+    `sources` are (slots, slot ids): uint8 [slots, slot_bytes], as MappedRegion.slots2d gives it,
+    and which slots of it; block k of all sources together goes to row k. `out` is uint8 [>= n,
+    block_bytes] with block_bytes <= slot_bytes (each block's first bytes are copied), or at least n
+    writable C-contiguous buffers, each of at most slot_bytes. Rows beyond n are left as they are.
+
+    With an `executor` a batch of `parallel_bytes` or more is split in two: 1.7 times as fast where
+    a core is free, never slower by more than the hand-over. ValueError for a slot id out of range,
+    sizes that do not fit or memory that cannot be written; nothing is copied then.
+    """
+    rows = _rows(out)
+    moves, blocks = _moves(sources)
+    if blocks > len(rows):
+        raise ValueError(f"{blocks} blocks do not fit in {len(rows)} rows")
+    if not blocks:
+        return 0
+    _check_sizes(moves, rows, blocks)
+    half = blocks // 2
+    if executor is None or half == 0 or _size(rows, blocks) < parallel_bytes:
+        _copy_range(moves, rows, 0, blocks)
+        return blocks
+    other = executor.submit(_copy_range, moves, rows, half, blocks)
+    try:
+        _copy_range(moves, rows, 0, half)
+    finally:
+        # Whatever happens here, nobody may write into `out` after the return.
+        stolen = other.cancel()
+        if not stolen:
+            other.result()
+    if stolen:
+        _copy_range(moves, rows, half, blocks)
+    return blocks
+
+
+def copy_one(source: Bytes, target: Bytes) -> None:
+    """Copies uint8 [n] to uint8 [n]."""
+    if source.shape != target.shape:
+        raise ValueError(f"cannot copy {source.shape} bytes to {target.shape}")
+    np.copyto(target, source)
+
+
+def copy_hashed(source: Bytes, target: Bytes, piece_bytes: int = PIECE_BYTES) -> bytes:
+    """Copies uint8 [n] to uint8 [n]; returns the xxh3-128 digest (16 bytes) of the target.
+
+    The target is hashed, not the source: somebody else may write the source meanwhile, and the
+    digest must be that of the bytes that are kept.
+    """
+    if source.shape != target.shape:
+        raise ValueError(f"cannot copy {source.shape} bytes to {target.shape}")
+    state = xxhash.xxh3_128()
+    for start in range(0, len(source), piece_bytes):
+        piece = target[start : start + piece_bytes]
+        np.copyto(piece, source[start : start + piece_bytes])
+        state.update(piece.data)
+    return state.digest()
+
+
+def digest(data: Bytes) -> bytes:
+    """The xxh3-128 digest (16 bytes) of uint8 [n]; against accidents, not against an attacker."""
+    return xxhash.xxh3_128(data.data).digest()
+
+
+def _rows(out: Bytes | Sequence[Buffer | NDArray[Any]]) -> Bytes | list[Bytes]:
+    if isinstance(out, np.ndarray):
+        if out.dtype != np.uint8 or out.ndim != 2 or not out.flags.writeable:
+            raise ValueError(
+                f"out must be a writeable uint8 array of 2 dimensions, not {out.dtype} {out.shape}"
+            )
+        return out
+    rows = [as_bytes(buffer) for buffer in out]
+    if not all(row.flags.writeable for row in rows):
+        raise ValueError("every buffer of out must be writable")
+    return rows
+
+
+def _moves(sources: Sequence[Source]) -> tuple[list[_Move], int]:
+    moves: list[_Move] = []
+    first = 0
+    for slots2d, slot_ids in sources:
+        ids = np.asarray(slot_ids, dtype=np.intp)
+        if slots2d.dtype != np.uint8 or slots2d.ndim != 2 or ids.ndim != 1:
+            raise ValueError("a source is a uint8 array of 2 dimensions and a list of slot ids")
+        if ids.size and not (ids.min() >= 0 and ids.max() < len(slots2d)):
+            raise ValueError(f"a slot id is outside 0..{len(slots2d) - 1}")
+        moves.append((slots2d, ids, first))
+        first += ids.size
+    return moves, first
+
+
+def _check_sizes(moves: list[_Move], rows: Bytes | list[Bytes], blocks: int) -> None:
+    widest = rows.shape[1] if isinstance(rows, np.ndarray) else max(len(r) for r in rows[:blocks])
+    for slots2d, ids, _ in moves:
+        if ids.size and widest > slots2d.shape[1]:
+            raise ValueError(f"a row of {widest} bytes is longer than a slot of {slots2d.shape[1]}")
+
+
+def _size(rows: Bytes | list[Bytes], blocks: int) -> int:
+    if isinstance(rows, np.ndarray):
+        return blocks * int(rows.shape[1])
+    return sum(len(row) for row in rows[:blocks])
+
+
+def _copy_range(moves: list[_Move], rows: Bytes | list[Bytes], begin: int, end: int) -> None:
+    """Copies the blocks of rows [begin, end)."""
+    for slots2d, ids, first in moves:
+        low, high = max(begin, first), min(end, first + ids.size)
+        if low < high:
+            _copy_run(slots2d, ids[low - first : high - first], rows[low:high])
+
+
+def _copy_run(slots2d: Bytes, ids: NDArray[np.intp], rows: Bytes | list[Bytes]) -> None:
+    # take() first copies a whole source, or a whole result, that is not contiguous.
+    if (
+        isinstance(rows, np.ndarray)
+        and rows.shape[1] == slots2d.shape[1]
+        and rows.flags.c_contiguous
+        and slots2d.flags.c_contiguous
+    ):
+        # The ids are checked; the default mode="raise" would buffer the result, and copy twice.
+        np.take(slots2d, ids, axis=0, out=rows, mode="clip")
+        return
+    for row, slot in zip(rows, ids.tolist(), strict=True):
+        np.copyto(row, slots2d[slot, : len(row)])

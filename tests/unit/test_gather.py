@@ -1,0 +1,177 @@
+"""Copies and their checksum: right bytes in the right rows, and nothing else touched."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from numpy.typing import NDArray
+
+from kvstore import gather
+from kvstore.gather import Source
+
+SLOT = 96
+UNTOUCHED = 0xEE
+
+
+def slots_of(region: int, slots: int) -> NDArray[np.uint8]:
+    """[slots, SLOT]: every slot has bytes of its own."""
+    return np.random.default_rng(region).integers(0, 256, (slots, SLOT), np.uint8)
+
+
+REGIONS = {region: slots_of(region, slots) for region, slots in [(1, 4), (2, 7), (3, 1)]}
+PLACES = st.lists(
+    st.sampled_from([(r, s) for r, slots in REGIONS.items() for s in range(len(slots))]),
+    max_size=24,
+)
+
+
+def sources_of(places: list[tuple[int, int]]) -> list[Source]:
+    return [(REGIONS[region], slots) for region, slots in gather.region_runs(places)]
+
+
+@given(
+    places=PLACES,
+    block_bytes=st.sampled_from([1, 64, SLOT]),
+    spare=st.integers(0, 2),
+    as_list=st.booleans(),
+    strided=st.booleans(),
+    threads=st.booleans(),
+)
+def test_every_block_lands_in_its_row(
+    places: list[tuple[int, int]],
+    block_bytes: int,
+    spare: int,
+    as_list: bool,
+    strided: bool,
+    threads: bool,
+) -> None:
+    rows = len(places) + spare
+    out = np.full((rows, block_bytes * 2), UNTOUCHED, np.uint8)
+    target = out[:, :block_bytes] if strided else np.ascontiguousarray(out[:, :block_bytes])
+    with ThreadPoolExecutor(1) as pool:
+        blocks = gather.copy_blocks(
+            sources_of(places),
+            list(target) if as_list else target,
+            executor=pool if threads else None,
+            parallel_bytes=0,
+        )
+    assert blocks == len(places)
+    for row, (region, slot) in zip(target, places, strict=False):
+        assert (row == REGIONS[region][slot, :block_bytes]).all()
+    assert (target[blocks:] == UNTOUCHED).all()
+    assert (out[:, block_bytes:] == UNTOUCHED).all()
+
+
+def test_runs_keep_order_and_join_neighbours() -> None:
+    places = [(1, 3), (1, 0), (2, 5), (1, 1)]
+    assert gather.region_runs(places) == [(1, [3, 0]), (2, [5]), (1, [1])]
+    assert gather.region_runs([]) == []
+
+
+@pytest.mark.parametrize(
+    "buffer", [bytearray(SLOT), memoryview(bytearray(SLOT)), np.zeros(24, "f4")]
+)
+def test_buffers_of_any_type_are_filled(buffer: Any) -> None:
+    gather.copy_blocks([(REGIONS[1], [2])], [buffer])
+    assert bytes(buffer) == REGIONS[1][2].tobytes()
+
+
+@pytest.mark.parametrize("ids", [[-1], [4], [0, 1, 99], [2**40]])
+def test_ids_out_of_range_copy_nothing(ids: list[int]) -> None:
+    out = np.full((4, SLOT), UNTOUCHED, np.uint8)
+    with pytest.raises(ValueError, match=r"outside 0\.\.3"):
+        gather.copy_blocks([(REGIONS[2], [1]), (REGIONS[1], ids)], out)
+    assert (out == UNTOUCHED).all()
+
+
+BAD_OUT: list[tuple[Any, str]] = [
+    (np.zeros((1, SLOT), np.uint8), "do not fit in 1 rows"),
+    (np.zeros((2, SLOT + 1), np.uint8), "longer than a slot"),
+    ([bytearray(SLOT), bytearray(SLOT + 1)], "longer than a slot"),
+    (np.zeros((2, SLOT), np.int8), "uint8"),
+    (np.zeros(2 * SLOT, np.uint8), "2 dimensions"),
+    (np.broadcast_to(np.uint8(0), (2, SLOT)), "writeable"),
+    ([bytes(SLOT), bytes(SLOT)], "writable"),
+    ([np.zeros((SLOT, 2), np.uint8)[:, 0]] * 2, "C-contiguous"),
+]
+
+
+@pytest.mark.parametrize(("out", "message"), BAD_OUT)
+def test_unfit_targets_are_refused(out: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gather.copy_blocks([(REGIONS[1], [0, 1])], out)
+
+
+def test_unfit_sources_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 dimensions"):
+        gather.copy_blocks([(REGIONS[1][0], [0])], np.zeros((1, 1), np.uint8))
+    with pytest.raises(ValueError, match="2 dimensions"):
+        gather.copy_blocks([(REGIONS[1], np.zeros((1, 1), int))], np.zeros((1, 1), np.uint8))
+
+
+class BusyExecutor(Executor):
+    """Never starts what it is given, as an executor whose threads are taken."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.given += 1
+        return Future()
+
+
+def test_a_busy_executor_is_not_waited_for() -> None:
+    pool = BusyExecutor()
+    out = np.zeros((4, SLOT), np.uint8)
+    gather.copy_blocks([(REGIONS[1], [3, 2, 1, 0])], out, executor=pool, parallel_bytes=1)
+    assert (out == REGIONS[1][::-1]).all()
+    assert pool.given == 1
+
+
+def test_small_batches_stay_on_the_callers_thread() -> None:
+    pool = BusyExecutor()
+    out = np.zeros((4, SLOT), np.uint8)
+    sources: list[Source] = [(REGIONS[1], [3, 2, 1, 0])]
+    gather.copy_blocks(sources, out, executor=pool, parallel_bytes=out.nbytes + 1)
+    gather.copy_blocks([(REGIONS[1], [1])], out, executor=pool, parallel_bytes=0)
+    assert pool.given == 0
+
+
+@pytest.mark.parametrize("length", [0, 1, 31, 64, 65, 200])
+def test_hashed_copy_tells_the_digest_of_the_copy(length: int) -> None:
+    source = slots_of(9, 3).reshape(-1)[:length]
+    target = np.full(length + 1, UNTOUCHED, np.uint8)
+    checksum = gather.copy_hashed(source, target[:length], piece_bytes=64)
+    assert (target[:length] == source).all()
+    assert target[length] == UNTOUCHED
+    assert checksum == xxhash.xxh3_128_digest(source.tobytes()) == gather.digest(target[:length])
+    assert len(checksum) == gather.DIGEST_BYTES
+
+
+def test_hashed_copy_hashes_what_is_kept_though_the_source_changes() -> None:
+    # The target shares memory with the source: later pieces see what earlier ones wrote, as if
+    # somebody changed the source during the copy.
+    memory = slots_of(4, 4).reshape(-1).copy()
+    before = memory[:-64].tobytes()
+    target = memory[64:]
+    checksum = gather.copy_hashed(memory[:-64], target, piece_bytes=64)
+    assert target.tobytes() != before
+    assert checksum == gather.digest(target)
+
+
+def test_copies_of_unlike_sizes_are_refused() -> None:
+    for copy in (gather.copy_one, gather.copy_hashed):
+        with pytest.raises(ValueError, match="cannot copy"):
+            copy(np.zeros(2, np.uint8), np.zeros(3, np.uint8))
+
+
+def test_copy_one_copies() -> None:
+    target = np.zeros(SLOT, np.uint8)
+    gather.copy_one(REGIONS[3][0], target)
+    assert (target == REGIONS[3][0]).all()
