@@ -13,9 +13,9 @@ from kvstore.config.load import load, parse_flags, parse_size
 from kvstore.config.settings import (
     DEFAULT_TENANT,
     AdminSettings,
-    Bounds,
     HostSettings,
     HttpSettings,
+    Limits,
     LimitSettings,
     ReviewSettings,
     ServerSettings,
@@ -30,10 +30,10 @@ from kvstore.config.show import explain, knobs, render_toml
 __all__ = [
     "DEFAULT_TENANT",
     "AdminSettings",
-    "Bounds",
     "HostSettings",
     "HttpSettings",
     "LimitSettings",
+    "Limits",
     "ReviewSettings",
     "ServerSettings",
     "Settings",

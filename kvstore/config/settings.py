@@ -32,7 +32,7 @@ def knob(
     le: int | None = None,
     pattern: str | None = None,
 ) -> msgspec.Meta:
-    """Bounds of one setting, what it is, and when one would change it."""
+    """Limits of one setting, what it is, and when one would change it."""
     extra = {"when": when}
     if pattern is not None:
         return msgspec.Meta(pattern=pattern, description=what, extra=extra)
@@ -318,7 +318,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """Absolute path of the admin socket."""
         return os.path.normpath(os.path.join(self.server.runtime_dir, self.admin.socket))
 
-    def bounds(self, capacity_bytes: int) -> Bounds:
+    def limits_for(self, capacity_bytes: int) -> Limits:
         """All limits as numbers, for a host tier of this capacity.
 
         Raises StartError if a setting contradicts it.
@@ -339,7 +339,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 f"quotas of {show_size(quota_bytes)} together exceed the host tier's "
                 f"{show_size(capacity_bytes)}",
             )
-        return Bounds(
+        return Limits(
             keys_per_call_max=self.limits.keys_per_call_max,
             message_bytes_max=max(16 * _MIB, 4 * 32 * self.limits.keys_per_call_max),
             part_bytes_max=staging_bytes,
@@ -348,13 +348,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             or capacity_bytes // 4,
             staging_bytes=staging_bytes,
             sessions_max=self.limits.sessions_max,
-            lease_ttl_ms_max=self.limits.lease_ttl_ms,
-            reserve_ttl_ms_max=self.limits.lease_ttl_ms,
+            lease_ttl_ms=self.limits.lease_ttl_ms,
+            reserve_ttl_ms=self.limits.lease_ttl_ms,
             concurrent_calls_max=self.limits.concurrent_calls_max,
         )
 
 
-class Bounds(NamedTuple):
+class Limits(NamedTuple):
     """Every limit that a client can meet. Those that are no setting follow from one."""
 
     keys_per_call_max: int
@@ -366,8 +366,8 @@ class Bounds(NamedTuple):
     view_bytes_per_session_max: int
     staging_bytes: int
     sessions_max: int
-    lease_ttl_ms_max: int
-    reserve_ttl_ms_max: int
+    lease_ttl_ms: int
+    reserve_ttl_ms: int
     concurrent_calls_max: int
 
 

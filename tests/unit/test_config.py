@@ -220,16 +220,16 @@ def test_the_runtime_folder_follows_from_the_user() -> None:
     assert load(environ={"XDG_RUNTIME_DIR": "x"}, uid=12).server.runtime_dir == "/tmp/kvstore-12"
 
 
-def test_bounds_follow_from_the_capacity() -> None:
-    bounds = load(environ=CLEAN).bounds(1 << 30)
-    assert bounds.staging_bytes == bounds.part_bytes_max == 1 << 27
-    assert bounds.view_bytes_per_session_max == 1 << 28
+def test_limits_follow_from_the_capacity() -> None:
+    limits = load(environ=CLEAN).limits_for(1 << 30)
+    assert limits.staging_bytes == limits.part_bytes_max == 1 << 27
+    assert limits.view_bytes_per_session_max == 1 << 28
     with pytest.raises(StartError) as caught:
-        load(environ=CLEAN, flags={"host.staging_bytes": "600MiB"}).bounds(1 << 30)
+        load(environ=CLEAN, flags={"host.staging_bytes": "600MiB"}).limits_for(1 << 30)
     assert caught.value.setting == "host.staging_bytes"
     quotas = {"tenants.a.quota_bytes": "600MiB", "tenants.b.quota_bytes": "500MiB"}
     with pytest.raises(StartError) as caught:
-        load(environ=CLEAN, flags=quotas).bounds(1 << 30)
+        load(environ=CLEAN, flags=quotas).limits_for(1 << 30)
     assert caught.value.setting == "tenants.a.quota_bytes"
 
 

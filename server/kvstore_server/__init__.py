@@ -1,0 +1,1 @@
+"""The daemon: kvstored. Everything that listens, and the life cycle around the store."""
