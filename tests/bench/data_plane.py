@@ -1,0 +1,185 @@
+"""Copies of 1 MiB blocks and lookups, against memcpy and Redis in the same process and run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore_client import Client, ClientConfig
+from kvstore_client.client import Space
+from tests.bench.harness import Results, paired_ratio, timed
+from tests.bench.models import MIB_BLOCKS, PAGE_BLOCKS
+from tests.bench.redis_server import RedisServer, find_redis
+
+MIB = 1 << 20
+STORED = 512
+"""1 MiB blocks in the store: beyond the caches that one guest may hold for itself."""
+ROUNDS = 24
+LOOKUP_KEYS = 8192
+LOOKUP_ROUNDS = 60
+
+Blocks = NDArray[np.uint8]
+
+
+@dataclass
+class Setup:
+    """A filled store beside a local buffer of the same size for the memcpy baseline."""
+
+    target: str
+    space: Space
+    keys: list[bytes]
+    local: Blocks
+    out: Blocks
+
+    def window(self, number: int, count: int) -> tuple[list[bytes], int]:
+        """Another run of `count` blocks each round, so that none is warm from the last one."""
+        start = (number * count) % max(1, STORED - count + 1)
+        return self.keys[start : start + count], start
+
+    def memcpy(self, number: int, count: int) -> float:
+        """Copies as many local blocks into the same destination, one memcpy a block, one thread."""
+        _, start = self.window(number, count)
+
+        def copy() -> None:
+            for row in range(count):
+                np.copyto(self.out[row], self.local[start + row])
+
+        return timed(copy)
+
+
+@contextmanager
+def filled(target: str) -> Iterator[Setup]:
+    rng = np.random.default_rng(7)
+    with Client(target, config=ClientConfig(deadline_ms=30_000)) as client:
+        space = client.space(MIB_BLOCKS)
+        keys = space.keys(rng.integers(0, 2**31, STORED * 16, dtype=np.uint32))
+        local = rng.integers(0, 256, (STORED, MIB), dtype=np.uint8)
+        pushed = space.push(keys, local)
+        assert pushed.stored == STORED, pushed
+        out = np.zeros((STORED, MIB), np.uint8)  # zeros are lazily mapped: touch each page
+        out.fill(1)
+        yield Setup(target, space, keys, local, out)
+
+
+def measure_reads(setup: Setup, results: Results) -> None:
+    for count, name in ((64, "get_64_blocks_over_memcpy"), (500, "get_500_blocks_over_memcpy")):
+        value, note = paired_ratio(
+            lambda n, c=count: fetch(setup, setup.space, n, c),
+            lambda n, c=count: setup.memcpy(n, c),
+            ROUNDS,
+        )
+        results.add(name, value, "ratio", ROUNDS, note)
+    value, note = paired_ratio(
+        lambda n: views(setup, n, 64), lambda n: setup.memcpy(n, 64), ROUNDS
+    )
+    results.add("views_64_blocks_over_memcpy", value, "ratio", ROUNDS, note)
+
+
+def measure_puts(setup: Setup, results: Results) -> None:
+    rng = np.random.default_rng(11)
+    value, note = paired_ratio(
+        lambda n: push(setup, rng.integers(0, 2**31, 64 * 16, dtype=np.uint32), n),
+        lambda n: setup.memcpy(n, 64),
+        ROUNDS,
+    )
+    results.add(
+        "put_64_blocks_over_memcpy", value, "ratio", ROUNDS, f"to committed and visible; {note}"
+    )
+
+
+def measure_stream(setup: Setup, results: Results) -> None:
+    config = ClientConfig(transport="stream", deadline_ms=30_000)
+    with Client(setup.target, config=config) as client:
+        space = client.space(MIB_BLOCKS)
+        value, note = paired_ratio(
+            lambda n: fetch(setup, space, n, 64), lambda n: setup.memcpy(n, 64), ROUNDS
+        )
+    results.add("fetch_stream_64_blocks_over_memcpy", value, "ratio", ROUNDS, note)
+
+
+def measure_redis(setup: Setup, results: Results, folder: Path) -> None:
+    name = "get_64_blocks_over_redis_mget"
+    server = find_redis()
+    if server is None:
+        results.add(name, None, "ratio", 0, "redis-server is not installed: apt-get install redis-server")
+        return
+    with RedisServer(server, folder) as redis:
+        for key, block in zip(setup.keys, setup.local, strict=True):
+            redis.client.set(key, block.data)
+
+        def mget(number: int) -> float:
+            keys, _ = setup.window(number, 64)
+
+            def run() -> None:
+                for row, value in enumerate(redis.client.mget(keys)):
+                    np.copyto(setup.out[row], np.frombuffer(value, np.uint8))
+
+            return timed(run)
+
+        value, note = paired_ratio(mget, lambda n: fetch(setup, setup.space, n, 64), ROUNDS)
+    results.add(name, value, "ratio", ROUNDS, f"{redis.version}; times faster; {note}")
+
+
+def measure_lookup(target: str, results: Results) -> None:
+    rng = np.random.default_rng(13)
+    with Client(target, config=ClientConfig(deadline_ms=30_000)) as client:
+        space = client.space(PAGE_BLOCKS)
+        held = space.keys(rng.integers(0, 2**31, LOOKUP_KEYS * 16, dtype=np.uint32))
+        data = rng.integers(0, 256, (LOOKUP_KEYS, 4096), dtype=np.uint8)
+        pushed = space.push(held, data)
+        assert pushed.stored == LOOKUP_KEYS, pushed
+        absent = space.keys(rng.integers(0, 2**31, LOOKUP_KEYS * 16, dtype=np.uint32))
+        half = held[: LOOKUP_KEYS // 2] + absent[LOOKUP_KEYS // 2 :]
+        p50_ms: dict[str, float] = {}
+        for case, keys, blocks in (
+            ("all hit", held, LOOKUP_KEYS),
+            ("half hit", half, LOOKUP_KEYS // 2),
+            ("first absent", absent, 0),
+        ):
+            samples = [timed(lambda k=keys: space.lookup(k)) * 1e3 for _ in range(LOOKUP_ROUNDS)]
+            assert space.lookup(keys).blocks == blocks, case
+            p50_ms[case] = statistics.median(samples)
+    note = "worst of " + ", ".join(f"{case} {value:.2f}" for case, value in p50_ms.items())
+    results.add("lookup_8192_keys_p50_ms", max(p50_ms.values()), "ms", LOOKUP_ROUNDS, note)
+
+
+def fetch(setup: Setup, space: Space, number: int, count: int) -> float:
+    keys, start = setup.window(number, count)
+    out = setup.out[:count]
+    took = timed(lambda: _fetched(space.fetch(keys, out).blocks, count))
+    assert np.array_equal(out[count - 1, :64], setup.local[start + count - 1, :64])
+    return took
+
+
+def views(setup: Setup, number: int, count: int) -> float:
+    keys, _ = setup.window(number, count)
+
+    def run() -> None:
+        with setup.space.view(keys) as held:
+            _fetched(held.blocks, count)
+
+    return timed(run)
+
+
+def push(setup: Setup, tokens: NDArray[np.uint32], number: int) -> float:
+    keys = setup.space.keys(tokens)
+    _, start = setup.window(number, 64)
+    data = setup.local[start : start + 64]
+
+    def run() -> None:
+        pushed = setup.space.push(keys, data)
+        _fetched(pushed.stored, 64)
+
+    took = timed(run)
+    return took
+
+
+def _fetched(got: int, wanted: int) -> None:
+    if got != wanted:
+        raise RuntimeError(f"{got} of {wanted} blocks: the figure would be of something else")
