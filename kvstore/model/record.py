@@ -6,8 +6,8 @@ JSON line. Every request passes five stages; the first one whose result departs 
 named. It promises to hold no token and no whole key: a line shows 8 hex digits of the first and the
 last key, and for each block a number folded from its key.
 
-A JSON line is a superset of the block traces' format (`timestamp` in milliseconds from the start,
-`input_length` in tokens, `hash_ids` with one id for each block and its prefix), so that a trace
+A JSON line is a superset of the block traces' format (`timestamp` in milliseconds, `input_length`
+in tokens, `hash_ids` with one id for each block and its prefix), so that the lookups of a trace
 file can be replayed by the simulator; `tokens_per_block` tells the size of a block.
 """
 
@@ -17,7 +17,7 @@ import enum
 import json
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,21 +30,22 @@ KEY_BYTES: Final = 32
 KEY_SHOWN_BYTES: Final = 4
 RECORD_BYTES: Final = 1_024
 """What a record without its keys is counted as in a ring; measured at about 900."""
+RING_BYTES_MAX: Final = 64 << 20
 
 
 class Stage(enum.IntEnum):
     """The five stages, in their order."""
 
     INPUT = 0
-    """Decoded and within bounds. Hands on: keys, tokens or bytes."""
+    """Decoded, within bounds, admitted."""
     PRECONDITIONS = 1
-    """Session, fingerprint, limits, deadline. Hands on: the space."""
+    """Session, space, fingerprint, limits."""
     PLAN = 2
-    """What is there, what is worth loading, what is wanted. Hands on: blocks."""
+    """What is there, what is worth loading, what is wanted."""
     MOVEMENT = 3
-    """Copies and waiting for them. Hands on: bytes."""
+    """Copies, and waiting for them."""
     VERIFICATION = 4
-    """Generation, checksum, commit. Hands on: blocks."""
+    """Generation, checksum, commit; and the reply."""
 
 
 class Outcome(enum.Enum):
@@ -54,52 +55,102 @@ class Outcome(enum.Enum):
     PARTIAL = "partial"
     MISS = "miss"
     DECLINED = "declined"
-    """There, but not loaded, by policy: neither hit nor miss."""
+    """There, but not to be loaded, by policy: neither hit nor miss."""
     STORED = "stored"
     SKIPPED = "skipped"
-    """A put that stored nothing, with a reason that is no failure of the store."""
+    """A put that stored nothing."""
     DONE = "done"
-    """Verbs without a block: open, release, administration."""
+    """Verbs that neither read nor write blocks."""
     REFUSED = "refused"
     FAILED = "failed"
 
 
+READS: Final = frozenset({"lookup", "acquire", "fetch", "load"})
+"""Verbs that end in hit, partial, miss or declined."""
+WRITES: Final = frozenset({"reserve", "commit", "push"})
+"""Verbs that end in stored or skipped."""
+
 EXPECTED: Final = frozenset(
-    {Reason.OK, Reason.HIT, Reason.ALREADY_PRESENT, Reason.NOTHING_TO_DO, Reason.COST_UNKNOWN}
-)
+    {
+        Reason.UNSPECIFIED, Reason.OK, Reason.HIT, Reason.ALREADY_PRESENT, Reason.NOTHING_TO_DO,
+        Reason.COST_UNKNOWN,
+    }
+)  # fmt: skip
 """Reasons with which a stage has done what it should; any other is a departure."""
+
+_FAILURES: Final = frozenset(
+    {
+        Reason.INTERNAL, Reason.COPY_FAILED, Reason.IO_ERROR, Reason.DEADLINE_EXCEEDED,
+        Reason.UNAVAILABLE, Reason.CANCELLED, Reason.GENERATION_CHANGED, Reason.WRITE_GROUP_FAILED,
+    }
+)  # fmt: skip
+"""Reasons for which an error counts as failed; for all others the request was refused."""
+
+_STAGE_OF: Final = {
+    Reason.MISS_INCOMPATIBLE: Stage.PRECONDITIONS,
+    Reason.MISS_EPOCH_STALE: Stage.PRECONDITIONS,
+    Reason.HELD_FOR_REVIEW: Stage.PRECONDITIONS,
+    Reason.REJECTED_BY_REVIEW: Stage.PRECONDITIONS,
+    Reason.UNCACHEABLE: Stage.INPUT,
+    Reason.SPACE_UNKNOWN: Stage.PRECONDITIONS,
+    Reason.SPACE_CLOSED: Stage.PRECONDITIONS,
+    Reason.LEASE_UNKNOWN: Stage.PRECONDITIONS,
+    Reason.LEASE_EXPIRED: Stage.VERIFICATION,
+    Reason.GENERATION_CHANGED: Stage.VERIFICATION,
+    Reason.MISS_CORRUPT: Stage.VERIFICATION,
+    Reason.WRITE_GROUP_FAILED: Stage.VERIFICATION,
+    Reason.COPY_FAILED: Stage.MOVEMENT,
+    Reason.IO_ERROR: Stage.MOVEMENT,
+}
+
+
+def _stage_of(reason: Reason, under_way: Stage) -> Stage:
+    """The stage that a reason belongs to: misses, refusals for lack of room and what policy
+    declined are answers of the plan; what may happen anywhere happened where the request was."""
+    if reason in _STAGE_OF:
+        return _STAGE_OF[reason]
+    if reason.is_miss or 40 <= reason < 60 or 80 <= reason < 100 or reason == Reason.DRAINING:
+        return Stage.PLAN
+    return under_way
 
 
 @dataclass(slots=True)
 class Record:
-    """One request, finished. Times in nanoseconds of the daemon's monotonic clock.
-
-    The four lists are indexed by `Stage`; a stage that was not reached has elapsed -1.
-    """
+    """One request, finished."""
 
     verb: str
     request_id: str
     tenant: str
     engine_id: str
     space_id: int
-    started_ns: int
+    wall_s: float
+    """When it came, in seconds since 1970: for a person, and for the distances in a trace."""
     total_ns: int
-    input_kind: str
-    """Type and unit of the input: "keys", "tokens", "bytes", "fingerprint", "leases"."""
-    input_count: int
-    input_tokens: int
+    elapsed_ns: list[int]
+    """By `Stage`; -1: not reached. They add up to `total_ns`."""
+    unit: str
+    """Type and unit of the input and of the value handed on: "tokens", "blocks", "leases"."""
+    asked: int
+    handed_on: int
+    prompt_tokens: int
+    """0: unknown."""
     block_tokens: int
     keys: bytes
+    """Packed, by reference."""
     settings: tuple[tuple[str, str | int | float], ...]
-    elapsed_ns: list[int]
-    values: list[int]
-    units: list[str]
-    reasons: list[Reason]
+    """Those that applied."""
     plan: Plan | None
-    measured_bytes: int
-    measured_ns: int
+    loaded_blocks: int
+    """With the two fields below: a load as its client measured it."""
+    loaded_bytes: int
+    loaded_us: int
+    fields: tuple[str, ...]
+    """Fingerprint fields that differed."""
     outcome: Outcome
     reason: Reason
+    detail: str
+    departed: Stage | None
+    """The first stage whose result was not the expected one; None if all were."""
 
     @property
     def origin(self) -> Origin:
@@ -107,42 +158,52 @@ class Record:
         return self.reason.origin
 
     @property
-    def departed(self) -> Stage | None:
-        """The first stage whose result was not the expected one; None if all were."""
-        for stage in Stage:
-            if self.elapsed_ns[stage] >= 0 and self.reasons[stage] not in EXPECTED:
-                return stage
-        return None
+    def elapsed_us(self) -> float:
+        """The whole request, in microseconds."""
+        return self.total_ns / 1e3
 
     @property
     def size_bytes(self) -> int:
         """Memory that it is counted as."""
         return RECORD_BYTES + len(self.keys)
 
-    def to_dict(self, origin_ns: int = 0) -> dict[str, Any]:
-        """Plain form for JSON; timestamps count from `origin_ns`."""
-        departed = self.departed
+    def to_dict(self) -> dict[str, Any]:
+        """Plain form for JSON."""
         fields: dict[str, Any] = {
-            "timestamp": (self.started_ns - origin_ns) // 1_000_000,
-            "input_length": self.input_tokens,
+            "timestamp": round(self.wall_s * 1e3),
+            "input_length": self.prompt_tokens or len(self.keys) // KEY_BYTES * self.block_tokens,
             "request_id": self.request_id,
             "verb": self.verb,
             "tenant": self.tenant,
             "engine_id": self.engine_id,
             "space_id": self.space_id,
-            "input": {"kind": self.input_kind, "count": self.input_count},
+            "unit": self.unit,
+            "asked": self.asked,
+            "handed_on": self.handed_on,
             "outcome": self.outcome.value,
             "reason": self.reason.name,
             "origin": self.origin.value,
-            "departed": None if departed is None else departed.name.lower(),
-            "total_us": _us(self.total_ns),
-            "stages": [self._stage(stage) for stage in Stage if self.elapsed_ns[stage] >= 0],
+            "departed": None if self.departed is None else self.departed.name.lower(),
+            "total_us": round(self.elapsed_us, 1),
+            "stages_us": {
+                stage.name.lower(): round(self.elapsed_ns[stage] / 1e3, 1)
+                for stage in Stage
+                if self.elapsed_ns[stage] >= 0
+            },
             "settings": dict(self.settings),
         }
+        if self.detail:
+            fields["detail"] = self.detail
+        if self.fields:
+            fields["fields"] = list(self.fields)
         if self.plan is not None:
-            fields["plan"] = self._plan(self.plan)
-        if self.measured_ns:
-            fields["measured"] = {"bytes": self.measured_bytes, "us": _us(self.measured_ns)}
+            fields["plan"] = _plan_fields(self.plan)
+        if self.loaded_us:
+            fields["loaded"] = {
+                "blocks": self.loaded_blocks,
+                "bytes": self.loaded_bytes,
+                "us": self.loaded_us,
+            }
         if self.keys:
             fields["first_key"] = self.keys[:KEY_SHOWN_BYTES].hex()
             fields["last_key"] = self.keys[-KEY_BYTES:][:KEY_SHOWN_BYTES].hex()
@@ -150,33 +211,9 @@ class Record:
             fields["hash_ids"] = hash_ids(self.keys)
         return fields
 
-    def to_json_line(self, origin_ns: int = 0) -> str:
+    def to_json_line(self) -> str:
         """One line of JSON without the line's end."""
-        return json.dumps(self.to_dict(origin_ns), separators=(",", ":"))
-
-    def _stage(self, stage: Stage) -> dict[str, Any]:
-        return {
-            "stage": stage.name.lower(),
-            "us": _us(self.elapsed_ns[stage]),
-            "value": self.values[stage],
-            "unit": self.units[stage],
-            "reason": self.reasons[stage].name,
-        }
-
-    def _plan(self, plan: Plan) -> dict[str, Any]:
-        fields: dict[str, Any] = {
-            "load_blocks": plan.load_blocks,
-            "recompute_tokens": plan.recompute_tokens,
-            "load_ms": round(plan.load_ms, 3),
-            "ideal_load_ms": round(plan.ideal_load_ms, 3),
-            "recompute_ms": round(plan.recompute_ms, 3),
-            "bytes_per_second": round(plan.bytes_per_second),
-            "reason": plan.reason.name,
-        }
-        if self.measured_ns and plan.ideal_load_ms > 0:
-            # The gap to the bound is what serialisation, queueing and synchronisation cost.
-            fields["measured_over_ideal"] = round(self.measured_ns / 1e6 / plan.ideal_load_ms, 3)
-        return fields
+        return json.dumps(self.to_dict(), separators=(",", ":"))
 
 
 class RecordBuilder:
@@ -185,85 +222,156 @@ class RecordBuilder:
     Belongs to one request. About 5 microseconds a request in all.
     """
 
-    __slots__ = ("_last", "_mark_ns", "record")
+    __slots__ = ("_last", "_mark_ns", "_started_ns", "record")
 
     def __init__(
         self,
         verb: str,
+        request_id: str,
+        tenant: str,
         now_ns: int,
+        wall_s: float = 0.0,
         *,
-        request_id: str = "",
-        tenant: str = "",
-        engine_id: str = "",
         settings: tuple[tuple[str, str | int | float], ...] = (),
     ) -> None:
         """`settings`: names and values that apply to the request; shared, not copied."""
-        self._mark_ns = now_ns
+        self._started_ns = self._mark_ns = now_ns
         self._last = -1
         self.record = Record(
-            verb, request_id, tenant, engine_id, 0, now_ns, 0, "", 0, 0, 0, b"", settings,
-            [-1, -1, -1, -1, -1], [0, 0, 0, 0, 0], ["", "", "", "", ""], [Reason.OK] * 5,
-            None, 0, 0, Outcome.DONE, Reason.OK,
+            verb, request_id, tenant, "", 0, wall_s, 0, [-1, -1, -1, -1, -1], "", 0, 0, 0, 0, b"",
+            settings, None, 0, 0, 0, (), Outcome.DONE, Reason.OK, "", None,
         )  # fmt: skip
 
-    def input(
-        self, kind: str, count: int, *, keys: bytes = b"", tokens: int = 0, block_tokens: int = 0
-    ) -> None:
-        """What came in. keys: packed, kept by reference; tokens: of the prompt, as far as known."""
-        record = self.record
-        record.input_kind, record.input_count = kind, count
-        record.keys, record.block_tokens = keys, block_tokens
-        record.input_tokens = tokens or len(keys) // KEY_BYTES * block_tokens
+    @property
+    def tenant(self) -> str:
+        return self.record.tenant
 
-    def passed(
-        self, stage: Stage, now_ns: int, value: int, unit: str, reason: Reason = Reason.OK
+    @property
+    def engine_id(self) -> str:
+        return self.record.engine_id
+
+    @engine_id.setter
+    def engine_id(self, engine_id: str) -> None:
+        self.record.engine_id = engine_id
+
+    def prompt(
+        self, space_id: int, keys: bytes = b"", block_tokens: int = 0, prompt_tokens: int = 0
     ) -> None:
-        """The stage is over. value: what it hands on, in `unit`. A stage that is passed again adds
-        its time and value, and keeps its first reason that is a departure."""
+        """Which blocks the request is about: what makes a record replayable. keys: packed."""
         record = self.record
-        before_ns = record.elapsed_ns[stage]
-        record.elapsed_ns[stage] = max(before_ns, 0) + now_ns - self._mark_ns
-        record.values[stage] += value
-        record.units[stage] = unit
-        if record.reasons[stage] in EXPECTED:
-            record.reasons[stage] = reason
+        record.space_id, record.keys = space_id, keys
+        record.block_tokens, record.prompt_tokens = block_tokens, prompt_tokens
+
+    def stage(self, stage: Stage | str, now_ns: int, reason: Reason = Reason.OK) -> None:
+        """The stage is over; a reason that is no expected one makes it the departure. A stage that
+        is passed again adds its time."""
+        at = stage if isinstance(stage, Stage) else _STAGES[stage]
+        record = self.record
+        elapsed_ns = record.elapsed_ns
+        elapsed_ns[at] = max(elapsed_ns[at], 0) + now_ns - self._mark_ns
         self._mark_ns = now_ns
-        self._last = max(self._last, stage)
+        self._last = max(self._last, at)
+        if record.departed is None and reason not in EXPECTED:
+            record.departed = at
+            record.reason = reason
+
+    def count(self, unit: str, asked: int, handed_on: int) -> None:
+        """How much was asked for and how much was handed on; calls of one unit add up."""
+        record = self.record
+        if record.unit != unit:
+            record.unit, record.asked, record.handed_on = unit, 0, 0
+        record.asked += asked
+        record.handed_on += handed_on
 
     def planned(self, plan: Plan) -> None:
         """The advice that was given."""
         self.record.plan = plan
 
-    def measured(self, length_bytes: int, elapsed_ns: int) -> None:
-        """A transfer as it was measured (by the client, for its own copies); adds up."""
-        self.record.measured_bytes += length_bytes
-        self.record.measured_ns += elapsed_ns
-
-    def finish(self, now_ns: int, outcome: Outcome, reason: Reason, space_id: int = 0) -> Record:
-        """Ends the request. A reason that departs from the expected and was not given to a stage
-        belongs to the stage that was under way."""
+    def loaded(
+        self, request_id: str, blocks: int, length_bytes: int, copy_us: int, reason: Reason
+    ) -> None:
+        """A load as its client measured it; several add up."""
         record = self.record
-        if reason not in EXPECTED and record.departed is None:
-            stage = Stage(min(self._last + 1, Stage.VERIFICATION))
-            self.passed(stage, now_ns, 0, record.units[stage], reason)
-        record.total_ns = now_ns - record.started_ns
-        record.outcome, record.reason, record.space_id = outcome, reason, space_id
+        record.request_id = record.request_id or request_id
+        record.loaded_blocks += blocks
+        record.loaded_bytes += length_bytes
+        record.loaded_us += copy_us
+        if record.departed is None and reason not in EXPECTED:
+            record.departed = _stage_of(reason, Stage.MOVEMENT)
+            record.reason = reason
+
+    def differ(self, fields: Iterable[str]) -> None:
+        """Fingerprint fields that differed from what is stored."""
+        self.record.fields = (*self.record.fields, *fields)
+
+    def fail(self, reason: Reason, detail: str = "") -> None:
+        """The request ends here with an error, in the stage that is under way."""
+        record = self.record
+        if record.departed is None:
+            record.departed = self._under_way()
+        record.detail = detail
+        record.outcome = Outcome.FAILED if reason in _FAILURES else Outcome.REFUSED
+
+    def finish(self, reason: Reason, now_ns: int) -> Record:
+        """Ends the request. The time since the last stage goes to the stage in which it ended."""
+        record = self.record
+        if record.departed is None and reason not in EXPECTED:
+            record.departed = _stage_of(reason, self._under_way())
+        if reason is not Reason.OK or record.departed is None:
+            record.reason = reason
+        if record.outcome is Outcome.DONE:
+            record.outcome = _outcome(record)
+        rest = self._under_way() if record.departed is not None else Stage.VERIFICATION
+        record.elapsed_ns[rest] = max(record.elapsed_ns[rest], 0) + now_ns - self._mark_ns
+        record.total_ns = now_ns - self._started_ns
         return record
+
+    def _under_way(self) -> Stage:
+        return Stage(min(self._last + 1, Stage.VERIFICATION))
+
+
+_STAGES: Final = {stage.name.lower(): stage for stage in Stage}
+
+
+def _outcome(record: Record) -> Outcome:
+    reason, some = record.reason, record.handed_on > 0
+    if reason in _FAILURES and not some:
+        return Outcome.FAILED
+    if record.verb in READS:
+        if reason.name.startswith("DECLINED"):
+            return Outcome.DECLINED
+        if not some:
+            return Outcome.MISS
+        return Outcome.HIT if record.handed_on >= record.asked else Outcome.PARTIAL
+    if record.verb in WRITES:
+        return Outcome.STORED if some else Outcome.SKIPPED
+    return Outcome.DONE
+
+
+def _plan_fields(plan: Plan) -> dict[str, Any]:
+    return {
+        "load_blocks": plan.load_blocks,
+        "recompute_tokens": plan.recompute_tokens,
+        "load_ms": round(plan.load_ms, 3),
+        "ideal_load_ms": round(plan.ideal_load_ms, 3),
+        "recompute_ms": round(plan.recompute_ms, 3),
+        "bytes_per_second": round(plan.bytes_per_second),
+        "reason": plan.reason.name,
+    }
 
 
 class Ring:
     """The last records, bounded in number and in bytes; the oldest go first."""
 
-    __slots__ = ("_bytes_max", "_records", "_records_max", "bytes", "dropped", "origin_ns")
+    __slots__ = ("_bytes_max", "_records", "_records_max", "bytes", "dropped")
 
-    def __init__(self, records_max: int, bytes_max: int, origin_ns: int = 0) -> None:
-        """`origin_ns`: from where timestamps count. `records_max` 0 keeps nothing."""
+    def __init__(self, records_max: int, bytes_max: int = RING_BYTES_MAX) -> None:
+        """`records_max` 0 keeps nothing."""
         self._records: deque[Record] = deque()
         self._records_max = records_max
         self._bytes_max = bytes_max
         self.bytes = 0
         self.dropped = 0
-        self.origin_ns = origin_ns
 
     def __len__(self) -> int:
         return len(self._records)
@@ -272,7 +380,7 @@ class Ring:
         """Oldest first."""
         return iter(self._records)
 
-    def add(self, record: Record) -> None:
+    def append(self, record: Record) -> None:
         """Keeps the record; drops old ones over the bounds and counts them."""
         self._records.append(record)
         self.bytes += record.size_bytes
@@ -282,24 +390,23 @@ class Ring:
             if not self._records:
                 break
 
-    def lines(self, last: int = 0, request_id: str = "", outcome: str = "") -> list[str]:
-        """JSON lines of the last records that match, oldest first.
+    def select(self, last: int = 0, request_id: str = "", outcome: str = "") -> list[Record]:
+        """The last records that match, oldest first.
 
         last: at most so many; 0: all. outcome: the name of an outcome or of a reason.
         """
+        wanted = outcome.lower()
         found: list[Record] = []
         for record in reversed(self._records):
             if request_id and record.request_id != request_id:
                 continue
-            if outcome and outcome.lower() not in (
-                record.outcome.value,
-                record.reason.name.lower(),
-            ):
+            if wanted and wanted not in (record.outcome.value, record.reason.name.lower()):
                 continue
             found.append(record)
             if last and len(found) == last:
                 break
-        return [record.to_json_line(self.origin_ns) for record in reversed(found)]
+        found.reverse()
+        return found
 
 
 def hash_ids(keys: bytes) -> list[int]:
@@ -313,7 +420,3 @@ def hash_ids(keys: bytes) -> list[int]:
         (a ^ b ^ c ^ d) >> 11
         for a, b, c, d in zip(words[0::4], words[1::4], words[2::4], words[3::4], strict=True)
     ]
-
-
-def _us(elapsed_ns: int) -> float:
-    return round(elapsed_ns / 1e3, 1)
