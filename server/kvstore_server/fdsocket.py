@@ -94,9 +94,12 @@ class _Queued(NamedTuple):
 class FdSocket:
     """All fd sockets of the daemon. `counts` are plain counters for the metrics."""
 
-    def __init__(self, store: FdStore, *, sessions_max: int) -> None:
+    def __init__(
+        self, store: FdStore, *, sessions_max: int, handshake_s: float = HANDSHAKE_S
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self.store = store
+        self.handshake_s = handshake_s
         self.bound: dict[int, Connection] = {}  # by session
         self.processes = Processes(self._process_died)
         self.connections: set[Connection] = set()
@@ -190,7 +193,7 @@ class Connection:
         self._closed = False
         self._ended: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._deadline = self._loop.call_later(HANDSHAKE_S, self.close, "handshake_late")
+        self._deadline = self._loop.call_later(server.handshake_s, self.close, "handshake_late")
         self._loop.add_reader(sock, self._readable)
 
     def concerns(self, region_id: int) -> bool:
