@@ -1,0 +1,187 @@
+"""A prefix store for a transformers model in this process: restore what is stored, save what is
+new.
+
+    cache = PrefixCache(client, model, fingerprint_of(model, model_name="m", weights_revision=r))
+    restored = cache.restore(token_ids)
+    made = generate(model, token_ids, restored.cache, 64)
+    cache.save([*token_ids, *made.token_ids], made.cache, from_token=restored.tokens)
+
+Promises: `restore` gives a cache of exactly the bytes that were saved for these tokens by a model
+with this fingerprint, or none; neither verb raises because of the store, each says why it did
+nothing. Imports torch and transformers. For one caller at a time, batch size 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.model.cost import PrefillCost
+from kvstore.model.fingerprint import Fingerprint
+from kvstore.model.layout import layout_of
+from kvstore_client.engines.kv_blocks import BlockCutter, UnsupportedCacheError, rebuild_cache
+
+if TYPE_CHECKING:
+    from kvstore_client.client import Client
+    from kvstore_client.results import Hit, Pushed
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import DynamicCache
+
+    from kvstore_client.weights import WeightsDigest
+
+__all__ = ["PrefixCache", "Restored", "Saved"]
+
+_NO_TOKENS: Final = "the prompt has no whole block before its last token"
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What `restore` found. `cache` is None (and `tokens` 0) on a miss; `hit` says why.
+
+    `fetch_ms`: request, lease and copy out of the store; `rebuild_ms`: making the cache of it.
+    """
+
+    cache: DynamicCache | None
+    tokens: int
+    hit: Hit | None
+    why: str
+    size_bytes: int = 0
+    fetch_ms: float = 0.0
+    rebuild_ms: float = 0.0
+
+    @property
+    def load_ms(self) -> float:
+        return self.fetch_ms + self.rebuild_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What `save` did. `pushed` is None when the cache could not be cut; `why` says what kept
+    it."""
+
+    pushed: Pushed | None
+    why: str
+
+
+class PrefixCache:
+    """One model's prefixes in the store.
+
+    `fingerprint`: of `model`, see `fingerprint_of`. While its weights revision is unknown and
+    `weights` is given, the revision is asked for before each call (never waited for), and blocks
+    are held by the daemon for this process group alone. `salt`: the cache salt of all prompts
+    (tenants of one application). `prefill`: the cost of computing a prompt, so that a hit that is
+    slower than that is not loaded.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        model: PreTrainedModel,
+        fingerprint: Fingerprint,
+        *,
+        weights: WeightsDigest | None = None,
+        salt: bytes = b"",
+        prefill: PrefillCost | None = None,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._weights = weights
+        self._salt = salt
+        self._prefill = prefill
+        self._clock_ns = clock_ns
+        self._fingerprint = fingerprint
+        self._space = client.space(fingerprint)
+        self._block_tokens = fingerprint.encoding.block_tokens
+        self._rows: npt.NDArray[np.uint8] = np.empty((0, 0), np.uint8)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint in use; completed as soon as the weights are known."""
+        self._complete_fingerprint()
+        return self._fingerprint
+
+    def restore(self, token_ids: Sequence[int], *, request_id: str = "") -> Restored:
+        """A cache of the longest stored prefix of `token_ids`, at least one token short of all.
+
+        Never raises because of the store.
+        """
+        self._complete_fingerprint()
+        limit = (len(token_ids) - 1) // self._block_tokens
+        if limit < 1:
+            return Restored(None, 0, None, _NO_TOKENS)
+        begun = self._clock_ns()
+        keys = self._space.keys(token_ids[: limit * self._block_tokens], salt=self._salt)
+        hit = self._space.lookup(keys, prefill=self._prefill, request_id=request_id)
+        blocks = min(hit.blocks, hit.plan.load_blocks)
+        if not blocks:
+            return Restored(None, 0, hit, hit.reason.name)
+        rows = self._rows_for(blocks)
+        fetched = self._space.fetch(keys[:blocks], rows, request_id=request_id)
+        fetched_at = self._clock_ns()
+        if not fetched.blocks:
+            return Restored(None, 0, hit, fetched.reason.name)
+        cache = rebuild_cache(
+            self._model.config,
+            rows[: fetched.blocks],
+            block_tokens=self._block_tokens,
+            dtype=self._model.dtype,
+            device=self._model.device,
+        )
+        return Restored(
+            cache=cache,
+            tokens=fetched.blocks * self._block_tokens,
+            hit=hit,
+            why=hit.reason.name,
+            size_bytes=fetched.blocks * rows.shape[1],
+            fetch_ms=(fetched_at - begun) / 1e6,
+            rebuild_ms=(self._clock_ns() - fetched_at) / 1e6,
+        )
+
+    def save(
+        self,
+        token_ids: Sequence[int],
+        cache: DynamicCache,
+        *,
+        from_token: int = 0,
+        request_id: str = "",
+    ) -> Saved:
+        """Stores the whole blocks of `cache`, which holds the first tokens of `token_ids`.
+
+        `from_token`: where the caller knows nothing new before it, such as `Restored.tokens`.
+        Blocks that the store has already are neither copied nor sent. Never raises because of the
+        store.
+        """
+        self._complete_fingerprint()
+        first = from_token // self._block_tokens
+        try:
+            cutter = BlockCutter(cache, self._block_tokens, first * self._block_tokens)
+        except UnsupportedCacheError as error:
+            return Saved(None, str(error))
+        end = min(cutter.end_block, len(token_ids) // self._block_tokens)
+        if end <= first:
+            return Saved(None, "no new whole block")
+        keys = self._space.keys(token_ids[: end * self._block_tokens], salt=self._salt)
+        pushed = self._space.push(keys, cutter.cut, first_block=first, request_id=request_id)
+        return Saved(pushed, pushed.reason.name)
+
+    def _complete_fingerprint(self) -> None:
+        if self._weights is None or self._fingerprint.identity.weights_revision is not None:
+            return
+        revision = self._weights.result_if_ready()
+        if revision is not None:
+            self._fingerprint = self._fingerprint.complete(revision)
+            self._space = self._client.space(self._fingerprint)
+
+    def _rows_for(self, blocks: int) -> npt.NDArray[np.uint8]:
+        """`[blocks, block_bytes]`, kept for the next call: first-touch faults cost more than the
+        copy."""
+        if self._rows.shape[0] < blocks:
+            size = layout_of(self._fingerprint).block_bytes
+            self._rows = np.empty((blocks, size), np.uint8)
+        return self._rows[:blocks]
