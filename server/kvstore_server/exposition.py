@@ -1,0 +1,236 @@
+"""Renders numbers as Prometheus metrics. Names and units follow Prometheus' rules; help texts say
+what moves them.
+
+`counted` are the servicers' counts; `StoreCollector` adds the state of the store, of the memory and
+of the fd socket. The collector reads a snapshot when it is scraped; the registry is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from prometheus_client import Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+
+import kvstore
+from kvstore.model.values import CoreStats
+from kvstore.store import StoreStats
+from kvstore.tiers.host import HostStats
+from kvstore_server.counts import Counts, Histogram, result_of
+
+STATES = ("ready", "warming", "draining")
+
+
+class Snapshot(NamedTuple):
+    """Everything that is shown, of one moment."""
+
+    counts: Counts
+    store: StoreStats
+    fd_events: Mapping[str, int]
+    fd_connections: int
+
+
+class StoreCollector:
+    """A prometheus_client collector. `take` may wait for the event loop, and raises when that is
+    stuck."""
+
+    def __init__(self, take: Callable[[], Snapshot]) -> None:
+        self._take = take
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: a registry that asks at registration must not wait for the loop."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        yield from families(self._take())
+
+
+def families(snapshot: Snapshot) -> Iterator[Metric]:
+    """All metrics of a snapshot."""
+    store = snapshot.store
+    yield _gauge("build_info", "Version of the daemon.", [({"version": kvstore.__version__}, 1)])
+    yield _gauge("uptime_seconds", "Since the daemon's start.", [({}, store.uptime_s)])
+    states = [({"state": state}, int(state == store.state)) for state in STATES]
+    yield _gauge("state", "1 for the state that the daemon is in.", states)
+    yield from _of_core(store.core)
+    yield from _of_host(store.host)
+    yield _gauge("fd_connections", "Clients on the fd socket.", [({}, snapshot.fd_connections)])
+    events = [({"event": name}, n) for name, n in sorted(snapshot.fd_events.items())]
+    yield _counter("fd_events", "What happened on the fd sockets.", events)
+    yield from counted(snapshot.counts)
+
+
+def counted(counts: Counts) -> Iterator[Metric]:
+    """The metrics of what the servicers count."""
+    results: dict[tuple[str, str, str], Histogram] = {}
+    reasons: Counter[tuple[str, str]] = Counter()
+    for (op, reason, tier), histogram in counts.requests.items():
+        results.setdefault((op, result_of(reason), tier), Histogram()).add(histogram)
+        reasons[op, reason.name] += sum(histogram.counts)
+    yield _histogram(
+        "request_seconds",
+        "Time in the daemon, by operation, result and slowest tier touched.",
+        ("op", "result", "tier"),
+        results.items(),
+    )
+    yield _counter("requests", "Calls by reason.", _rows(("op", "reason"), reasons.items()))
+    yield from _lookups(counts)
+    yield from _loads(counts)
+    yield _counter(
+        "fingerprint_rejections",
+        "Fingerprints refused and prefixes missed because this field differs.",
+        _by("field", counts.rejections),
+    )
+    yield _counter("fingerprints_held", "Offers of incomplete fingerprints.", [({}, counts.held)])
+
+
+def flatten(metrics: Iterable[Metric]) -> dict[str, float]:
+    """`name{label="value"}` to value, without buckets."""
+    found = {}
+    for metric in metrics:
+        for sample in metric.samples:
+            if sample.name.endswith("_bucket"):
+                continue
+            labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = float(sample.value)
+    return found
+
+
+def _lookups(counts: Counts) -> Iterator[Metric]:
+    lookups = _rows(("tenant", "result"), counts.lookups.items())
+    yield _counter("lookups", "Look-ups by result.", lookups)
+    asked = _by("tenant", counts.lookup_tokens)
+    yield _counter("lookup_tokens", "Tokens asked for in look-ups.", asked)
+    yield _counter(
+        "hit_tokens",
+        "Tokens found and advised to load, by the slowest tier that the hit needs.",
+        _rows(("tenant", "tier"), counts.hit_tokens.items()),
+    )
+    yield _counter(
+        "declined_tokens",
+        "Tokens found, but predicted to be recomputed faster.",
+        _by("tenant", counts.declined_tokens),
+    )
+
+
+def _loads(counts: Counts) -> Iterator[Metric]:
+    loads = _rows(("tenant", "reason"), counts.loads.items())
+    yield _counter("loads", "Loads that clients report, by reason.", loads)
+    tokens = _by("tenant", counts.loaded_tokens)
+    yield _counter("loaded_tokens", "Tokens that were loaded, not prefilled.", tokens)
+    copied = _by("tenant", counts.loaded_bytes)
+    yield _counter("loaded_bytes", "Bytes that clients copied.", copied)
+    yield _counter(
+        "prefill_saved_seconds",
+        "Prefill time that loads replaced, by the clients' cost models.",
+        _by("tenant", counts.prefill_saved_s),
+    )
+    yield _histogram(
+        "client_copy_seconds",
+        "Copy time of a load, as the client measured it.",
+        ("tenant",),
+        (((tenant,), one) for tenant, one in counts.client_copy.items()),
+    )
+
+
+def _of_core(core: CoreStats) -> Iterator[Metric]:
+    pools = [({"tier": pool.name}, pool) for pool in core.pools]
+    for name, text in (
+        ("capacity_bytes", "Bytes that the tier may use."),
+        ("used_bytes", "Bytes of regions, closing ones and staging included."),
+        ("block_bytes", "Bytes of blocks that can be read."),
+        ("staging_bytes", "Bytes of staging regions."),
+        ("closing_bytes", "Bytes of closed regions that a process still has mapped."),
+        ("pinned_bytes", "Bytes of pinned blocks."),
+        ("blocks", "Blocks that can be read."),
+        ("free_slots", "Slots without a block in open regions."),
+        ("regions", "Open regions."),
+        ("closing_regions", "Closed regions that a process still has mapped."),
+    ):
+        yield _gauge(f"tier_{name}", text, [(tier, getattr(pool, name)) for tier, pool in pools])
+    yield _counter(
+        "tier_evictions",
+        "Blocks that made room for others.",
+        [(tier, pool.evictions) for tier, pool in pools],
+    )
+    for name, text in (
+        ("used_bytes", "Bytes of the tenant's regions."),
+        ("quota_bytes", "Bytes that the tenant keeps when others need room."),
+        ("block_bytes", "Bytes of the tenant's blocks that can be read."),
+        ("blocks", "The tenant's blocks that can be read."),
+    ):
+        rows = [({"tenant": one.tenant}, getattr(one, name)) for one in core.tenants]
+        yield _gauge(f"tenant_{name}", text, rows)
+    leases = {"copy": core.read_leases, "view": core.view_leases, "write": core.write_leases}
+    yield _gauge("leases", "Leases held.", [({"kind": kind}, n) for kind, n in leases.items()])
+    spaces = {"open": core.spaces_open, "held": core.spaces_held}
+    yield _gauge("spaces", "Spaces.", [({"state": state}, n) for state, n in spaces.items()])
+    yield _gauge("sessions", "Clients attached.", [({}, core.sessions)])
+    yield _gauge("pins", "Operators' pins.", [({}, core.pins)])
+    yield _gauge("reviews_held", "Fingerprints that wait for review.", [({}, core.reviews_held)])
+    yield _gauge("copies_in_flight", "Copies under way.", [({}, core.copies_in_flight)])
+    yield _gauge("saves_in_flight", "Saves to an archive under way.", [({}, core.saves_in_flight)])
+    events = [({"event": name}, n) for name, n in sorted(core.counters.items())]
+    yield _counter("core_events", "What the core counts.", events)
+
+
+def _of_host(host: HostStats) -> Iterator[Metric]:
+    for name, text in (
+        ("prefaulted_bytes", "Bytes of host memory that are faulted in."),
+        ("locked_bytes", "Bytes of host memory that cannot be swapped out."),
+        ("stock_bytes", "Bytes of host memory that are prepared for regions to come."),
+    ):
+        yield _gauge(f"host_{name}", text, [({}, getattr(host, name))])
+    assigned = {"stock": host.assigned_from_stock, "spot": host.assigned_on_the_spot}
+    yield _counter(
+        "host_assigned_regions",
+        "Regions made, from prepared memory or on the spot.",
+        [({"source": source}, n) for source, n in assigned.items()],
+    )
+
+
+_Row = tuple[dict[str, str], float]
+
+
+def _rows(names: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]) -> list[_Row]:
+    return [(dict(zip(names, key, strict=True)), value) for key, value in sorted(values)]
+
+
+def _by(name: str, values: Mapping[str, float]) -> list[_Row]:
+    return [({name: key}, value) for key, value in sorted(values.items())]
+
+
+def _gauge(name: str, text: str, rows: Iterable[_Row]) -> Metric:
+    metric = GaugeMetricFamily(f"kvstore_{name}", text)
+    for labels, value in rows:
+        metric.add_sample(metric.name, labels, value)
+    return metric
+
+
+def _counter(name: str, text: str, rows: Iterable[_Row]) -> Metric:
+    metric = CounterMetricFamily(f"kvstore_{name}", text)
+    for labels, value in rows:
+        metric.add_sample(f"{metric.name}_total", labels, value)
+    return metric
+
+
+def _histogram(
+    name: str,
+    text: str,
+    names: tuple[str, ...],
+    rows: Iterable[tuple[tuple[str, ...], Histogram]],
+) -> Metric:
+    metric = HistogramMetricFamily(f"kvstore_{name}", text)
+    for key, histogram in sorted(rows, key=lambda row: row[0]):
+        labels = dict(zip(names, key, strict=True))
+        for bound, count in histogram.cumulative():
+            metric.add_sample(f"{metric.name}_bucket", {**labels, "le": bound}, count)
+        metric.add_sample(f"{metric.name}_sum", labels, histogram.sum_s)
+        metric.add_sample(f"{metric.name}_count", labels, sum(histogram.counts))
+    return metric

@@ -1,0 +1,89 @@
+"""What the servicers call to count; cheap enough for every call (about 1 us).
+
+All on the event loop's thread; `snapshot` copies the numbers there, so that another thread can
+render them at leisure and all sums agree. Labels come from closed sets only: operations, reasons,
+tiers, tenants of the configuration, fingerprint fields.
+"""
+
+from __future__ import annotations
+
+from kvstore.model.reasons import Reason
+from kvstore_server.counts import Counts, Histogram, result_of
+from kvstore_server.exposition import counted, flatten
+
+FIELDS_MAX = 64
+OTHER_FIELD = "other"
+
+
+class Metrics:
+    """What the servicers call. All on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._counts = Counts()
+
+    def request(self, op: str, reason: Reason, tier: str, seconds: float) -> None:
+        """One call has ended. `tier` is the slowest that it touched, "" if none."""
+        key = (op, reason, tier)
+        cell = self._counts.requests.get(key)
+        if cell is None:
+            cell = self._counts.requests[key] = Histogram()
+        cell.observe(max(0.0, seconds))
+
+    def lookup(
+        self, tenant: str, asked_tokens: int, hit_tokens: int, reason: Reason, tier: str
+    ) -> None:
+        """A lookup asked for `asked_tokens` and found `hit_tokens`, of which none are to be loaded
+        if it was declined."""
+        counts = self._counts
+        result = result_of(reason)
+        counts.lookups[tenant, result] += 1
+        counts.lookup_tokens[tenant] += asked_tokens
+        if result == "declined":
+            counts.declined_tokens[tenant] += hit_tokens
+        elif hit_tokens:
+            counts.hit_tokens[tenant, tier] += hit_tokens
+
+    def loaded(
+        self,
+        tenant: str,
+        reason: Reason,
+        *,
+        length_bytes: int,
+        tokens: int,
+        copy_s: float,
+        prefill_saved_s: float,
+    ) -> None:
+        """A client reports what it did with a lease. The figures are the client's own."""
+        counts = self._counts
+        counts.loads[tenant, reason.name] += 1
+        counts.client_copy.setdefault(tenant, Histogram()).observe(max(0.0, copy_s))
+        counts.loaded_bytes[tenant] += length_bytes
+        if reason is Reason.OK:
+            counts.loaded_tokens[tenant] += tokens
+            saved_s = counts.prefill_saved_s.get(tenant, 0.0)
+            counts.prefill_saved_s[tenant] = saved_s + prefill_saved_s
+
+    def rejection(self, field_name: str) -> None:
+        """A fingerprint was refused, or a prefix missed, because this field differs."""
+        rejections = self._counts.rejections
+        known = field_name in rejections or len(rejections) < FIELDS_MAX
+        rejections[field_name if known else OTHER_FIELD] += 1
+
+    def held_for_review(self) -> None:
+        """An incomplete fingerprint was offered."""
+        self._counts.held += 1
+
+    def hit_tokens(self, tenant: str) -> int:
+        return sum(n for (name, _), n in self._counts.hit_tokens.items() if name == tenant)
+
+    def lookup_tokens(self, tenant: str) -> int:
+        return self._counts.lookup_tokens[tenant]
+
+    def snapshot(self) -> Counts:
+        """The numbers of this moment."""
+        return self._counts.copy()
+
+    def flat(self) -> dict[str, float]:
+        """Every counter as Prometheus would show it, `name{labels}` to value; buckets are left
+        out."""
+        return flatten(counted(self._counts))
