@@ -1,0 +1,1 @@
+"""Tiers: where block bytes are, and nothing about which block deserves to be there."""
