@@ -129,6 +129,7 @@ class HealthServer:
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 64
 
     def __init__(self, family: int, address: tuple[str, int]) -> None:
         self.address_family = family

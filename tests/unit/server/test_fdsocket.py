@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import struct
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -471,26 +472,27 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.process
-async def test_death_is_seen_though_a_child_keeps_the_socket(setup: Setup) -> None:
-    peer = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        _PEER,
-        str(setup.folder / "alice.fd"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
+def _start_peer(path: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _PEER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert peer.stdout is not None
-    child = int(await asyncio.wait_for(peer.stdout.readline(), DEADLINE_S))
-    try:
-        assert setup.store.ended == []
-        assert setup.store.holders == {7: 1}
-        peer.kill()
-        await setup.store.until(lambda: setup.store.ended == [1])
-        await setup.store.until(lambda: setup.store.holders == {7: 0})
-        assert len(setup.server.processes) == 0
-    finally:
-        os.kill(child, signal.SIGKILL)
-        await peer.wait()
+
+
+@pytest.mark.process
+async def test_death_is_seen_though_a_child_keeps_the_socket(setup: Setup) -> None:
+    peer = _start_peer(setup.folder / "alice.fd")
+    with peer:
+        assert peer.stdout is not None
+        child = int(await asyncio.to_thread(peer.stdout.readline))
+        try:
+            assert setup.store.ended == []
+            assert setup.store.holders == {7: 1}
+            peer.kill()
+            await setup.store.until(lambda: setup.store.ended == [1])
+            await setup.store.until(lambda: setup.store.holders == {7: 0})
+            assert len(setup.server.processes) == 0
+        finally:
+            os.kill(child, signal.SIGKILL)
