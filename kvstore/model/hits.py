@@ -1,8 +1,10 @@
-"""How long a cached prefix is: hit rules for cache groups, and the length on which several groups agree.
+"""How long a cached prefix is: hit rules for cache groups, and the length on which several groups
+agree.
 
-Pure. An engine with several kinds of attention keeps each kind in a space of its own, with its own presence: full
-attention needs every block of the prefix, a sliding window only the last ones. A prefix of T tokens can be
-served if every group can serve T. Used by the daemon for a lookup and by an adapter that combines lookups.
+Pure. An engine with several kinds of attention keeps each kind in a space of its own, with its own
+presence: full attention needs every block of the prefix, a sliding window only the last ones. A
+prefix of T tokens can be served if every group can serve T. Used by the daemon for a lookup and by
+an adapter that combines lookups.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class HitRule(enum.IntEnum):
 class GroupPresence:
     """What one cache group holds of a prompt.
 
-    `codes` has one byte a block (see `ABSENT`); blocks beyond its end are absent. `window_blocks` counts the
-    blocks before the end of the hit that a TRAILING group needs.
+    `codes` has one byte a block (see `ABSENT`); blocks beyond its end are absent. `window_blocks`
+    counts the blocks before the end of the hit that a TRAILING group needs.
     """
 
     codes: bytes
@@ -56,7 +58,8 @@ def trailing_run(codes: bytes, end: int) -> int:
 def agreed_tokens(groups: Sequence[GroupPresence]) -> int:
     """The longest prefix in tokens that every group can serve; 0 when there is none.
 
-    The length is a multiple of every group's block: groups with blocks of 16 and 64 tokens agree on multiples of 64.
+    The length is a multiple of every group's block: groups with blocks of 16 and 64 tokens agree on
+    multiples of 64.
     """
     if not groups:
         return 0

@@ -1,7 +1,9 @@
-"""Self-describing block bytes: any range of them proves whose it is, which write it came from and where it belongs.
+"""Self-describing block bytes: any range of them proves whose it is, which write it came from and
+where it belongs.
 
-Each 64-byte line holds a 32-byte tag of (tenant, fingerprint digest, key, version), its own index, and that of the
-part. So damage, misplacement, staleness and mixtures are told apart by name, never just as "not equal".
+Each 64-byte line holds a 32-byte tag of (tenant, fingerprint digest, key, version), its own index,
+and that of the part. So damage, misplacement, staleness and mixtures are told apart by name, never
+just as "not equal".
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def payload(tag: bytes, length: int) -> Bytes:
 
 
 def check(data: Bytes, tags: Iterable[bytes], known: Iterable[bytes] = ()) -> Finding:
-    """What `data` is, when any of `tags` is right. `known` are tags of other blocks that it may be instead."""
+    """What `data` is, when any of `tags` is right. `known` are tags of other blocks that it may be
+    instead."""
     tags = list(tags)
     data = np.ascontiguousarray(data)
     for tag in tags:

@@ -1,1 +1,2 @@
-"""Benchmarks: `python -m tests.bench` writes build/bench.json. Every speed is a ratio to a baseline of the same run."""
+"""Benchmarks: `python -m tests.bench` writes build/bench.json. Every speed is a ratio to a baseline
+of the same run."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from kvstore_client.client import Space
 from numpy.typing import NDArray
 
 from kvstore_client import Client, ClientConfig
-from kvstore_client.client import Space
 from tests.bench.harness import Results, paired_ratio, timed
 from tests.bench.models import MIB_BLOCKS, PAGE_BLOCKS
 from tests.bench.redis_server import RedisServer, find_redis
@@ -75,9 +75,7 @@ def measure_reads(setup: Setup, results: Results) -> None:
             ROUNDS,
         )
         results.add(name, value, "ratio", ROUNDS, note)
-    value, note = paired_ratio(
-        lambda n: views(setup, n, 64), lambda n: setup.memcpy(n, 64), ROUNDS
-    )
+    value, note = paired_ratio(lambda n: views(setup, n, 64), lambda n: setup.memcpy(n, 64), ROUNDS)
     results.add("views_64_blocks_over_memcpy", value, "ratio", ROUNDS, note)
 
 
@@ -107,7 +105,9 @@ def measure_redis(setup: Setup, results: Results, folder: Path) -> None:
     name = "get_64_blocks_over_redis_mget"
     server = find_redis()
     if server is None:
-        results.add(name, None, "ratio", 0, "redis-server is not installed: apt-get install redis-server")
+        results.add(
+            name, None, "ratio", 0, "redis-server is not installed: apt-get install redis-server"
+        )
         return
     with RedisServer(server, folder) as redis:
         for key, block in zip(setup.keys, setup.local, strict=True):
@@ -176,8 +176,7 @@ def push(setup: Setup, tokens: NDArray[np.uint32], number: int) -> float:
         pushed = setup.space.push(keys, data)
         _fetched(pushed.stored, 64)
 
-    took = timed(run)
-    return took
+    return timed(run)
 
 
 def _fetched(got: int, wanted: int) -> None:

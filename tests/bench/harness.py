@@ -1,4 +1,5 @@
-"""Rounds, medians and the result list. A figure is a ratio of two things measured alternately in one process."""
+"""Rounds, medians and the result list. A figure is a ratio of two things measured alternately in
+one process."""
 
 from __future__ import annotations
 
@@ -47,10 +48,14 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def paired_ratio(subject: Timed, baseline: Timed, rounds: int, warmup: int = 3) -> tuple[float, str]:
-    """(median of subject / baseline over alternating rounds, a note with both medians and the quartiles).
+def paired_ratio(
+    subject: Timed, baseline: Timed, rounds: int, warmup: int = 3
+) -> tuple[float, str]:
+    """(median of subject / baseline over alternating rounds, a note with both medians and the
+    quartiles).
 
-    The order within a pair alternates as well, so that neither side always runs on the caches of the other.
+    The order within a pair alternates as well, so that neither side always runs on the caches of
+    the other.
     """
     ratios: list[float] = []
     subjects: list[float] = []

@@ -11,9 +11,7 @@ def fingerprint(name: str, layers: int, kv_heads: int, head_size: int) -> Finger
     return Fingerprint(
         Identity(model_name=name, weights_revision="bench", config_digest="bench"),
         Geometry(attention="gqa", layers=layers, kv_heads=kv_heads, head_size=head_size),
-        Encoding(
-            kv_dtype="bfloat16", block_tokens=16, element_order="layer_kv_head_token_dim"
-        ),
+        Encoding(kv_dtype="bfloat16", block_tokens=16, element_order="layer_kv_head_token_dim"),
     )
 
 

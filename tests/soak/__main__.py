@@ -1,7 +1,9 @@
-"""`python -m tests.soak [--seconds 60] [--seed N]`: exits 0 if no byte was wrong and memory and descriptors stayed flat.
+"""`python -m tests.soak [--seconds 60] [--seed N]`: exits 0 if no byte was wrong and memory and
+descriptors stayed flat.
 
-Four client processes put, get, verify, are killed with -9 and come back, on a daemon that is 100 % full. The first third
-is warm-up; after it the daemon's own memory (RssAnon + RssFile) and descriptors may not climb.
+Four client processes put, get, verify, are killed with -9 and come back, on a daemon that is 100 %
+full. The first third is warm-up; after it the daemon's own memory (RssAnon + RssFile) and
+descriptors may not climb.
 """
 
 from __future__ import annotations
@@ -117,7 +119,8 @@ def _watch(daemon: Daemon, fleet: Fleet, seconds: float) -> list[tuple[float, fl
         if len(samples) % 10 == 0:
             print(
                 f"{now - started:5.0f} s  {samples[-1][1]:6.1f} MB  {samples[-1][2]} fds  "
-                f"{fleet.counts['requests']} requests  {fleet.kills} kills  {len(fleet.wrong)} wrong",
+                f"{fleet.counts['requests']} requests  {fleet.kills} kills  "
+                f"{len(fleet.wrong)} wrong",
                 flush=True,
             )
         time.sleep(SAMPLE_EVERY_S)
@@ -130,7 +133,10 @@ def _verdict(fleet: Fleet, samples: list[tuple[float, float, int]], code: int) -
     fds_growth = int(np.median(rows[-5:, 2]) - np.median(rows[:5, 2]))
     for name, count in sorted(fleet.counts.items()):
         print(f"  {name:28} {count}")
-    print(f"kills {fleet.kills}, wrong {len(fleet.wrong)}, rss slope {slope:.2f} MB/min, fds {fds_growth:+d}")
+    print(
+        f"kills {fleet.kills}, wrong {len(fleet.wrong)}, "
+        f"rss slope {slope:.2f} MB/min, fds {fds_growth:+d}"
+    )
     failures = list(fleet.wrong)
     if fleet.counts["blocks verified"] == 0:
         failures.append("nothing was verified")

@@ -1,7 +1,8 @@
-"""One client process of the soak: looks up, fetches and verifies, pushes, holds views; reports counts as JSON lines.
+"""One client process of the soak: looks up, fetches and verifies, pushes, holds views; reports
+counts as JSON lines.
 
-Run by tests.soak: `python -m tests.soak.worker TARGET SEED WRITER`. It is killed at any moment, so it holds nothing that
-only it could clean up.
+Run by tests.soak: `python -m tests.soak.worker TARGET SEED WRITER`. It is killed at any moment, so
+it holds nothing that only it could clean up.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import time
 from collections import Counter
 
 import numpy as np
+from kvstore_client.client import Space
 
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.layout import layout_of
 from kvstore.testing.payload import Finding, check, payload, tag_of
 from kvstore_client import Client, ClientConfig
-from kvstore_client.client import Space
 from tests.bench.models import fingerprint
 
 TENANT = "default"
@@ -31,7 +32,8 @@ LARGE = fingerprint("soak-256KiB", layers=16, kv_heads=4, head_size=64)
 
 
 class Worker:
-    """Plays requests over a shared set of prompts; every writer leaves bytes of its own for the same key."""
+    """Plays requests over a shared set of prompts; every writer leaves bytes of its own for the
+    same key."""
 
     def __init__(self, client: Client, seed: int, writer: int) -> None:
         self._rng = np.random.default_rng(seed)

@@ -20,7 +20,7 @@ def test_a_version_is_part_of_the_tag() -> None:
 
 
 def test_every_flipped_byte_is_found() -> None:
-    for at in range(0, 256):
+    for at in range(256):
         data = payload(A, 256)
         data[at] ^= 1
         assert check(data, [A], [B]) is not Finding.RIGHT

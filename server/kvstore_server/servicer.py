@@ -1,0 +1,130 @@
+"""The data service: one servicer a tenant, because the way in says who asks.
+
+Each method is one line: the boundary runs the body that decodes, asks the store and encodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+import grpc
+
+from kvstore.config import Limits
+from kvstore.store import Store
+from kvstore.wire.v1 import store_pb2 as pb
+from kvstore.wire.v1 import store_pb2_grpc
+from kvstore_server.boundary import Boundary, Call, Context
+from kvstore_server.reading import ReadCalls
+from kvstore_server.sessions import SessionCalls
+from kvstore_server.writing import WriteCalls
+
+Reply = TypeVar("Reply")
+
+
+class StoreServicer(store_pb2_grpc.StoreServicer):
+    """`kvstore.v1.Store` for one tenant."""
+
+    def __init__(
+        self, store: Store, boundary: Boundary, limits: Limits, *, tenant: str, fd_socket: bool
+    ) -> None:
+        self._boundary = boundary
+        self._tenant = tenant
+        self._sessions = SessionCalls(store, boundary, limits, tenant=tenant, fd_socket=fd_socket)
+        self._reads = ReadCalls(store, boundary, limits, tenant)
+        self._writes = WriteCalls(store, boundary, limits, tenant)
+
+    async def _run(
+        self,
+        op: str,
+        context: Context,
+        secret: bytes,
+        body: Callable[[Call], Awaitable[Reply]],
+        request_id: str = "",
+    ) -> Reply:
+        return await self._boundary.run(
+            op, context, body, tenant=self._tenant, secret=secret, request_id=request_id
+        )
+
+    async def Attach(
+        self, request: pb.AttachRequest, context: Context
+    ) -> AsyncIterator[pb.AttachEvent]:
+        body = partial(self._sessions.attach, request)
+        stream = self._boundary.stream("attach", context, body, tenant=self._tenant, secret=None)
+        async for event in stream:
+            yield event
+
+    async def Detach(self, request: pb.DetachRequest, context: Context) -> pb.DetachReply:
+        return await self._run("detach", context, request.session, self._sessions.detach)
+
+    async def Open(self, request: pb.OpenRequest, context: Context) -> pb.OpenReply:
+        body = partial(self._sessions.open, request)
+        return await self._run("open", context, request.session, body)
+
+    async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:
+        body = partial(self._reads.lookup, request)
+        return await self._run("lookup", context, request.session, body, request.request_id)
+
+    async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireReply:
+        body = partial(self._reads.acquire, request)
+        return await self._run("acquire", context, request.session, body, request.request_id)
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
+        body = partial(self._reads.release, request)
+        return await self._run("release", context, request.session, body)
+
+    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveReply:
+        body = partial(self._writes.reserve, request)
+        return await self._run("reserve", context, request.session, body, request.request_id)
+
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitReply:
+        body = partial(self._writes.commit, request)
+        return await self._run("commit", context, request.session, body, request.request_id)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
+        body = partial(self._writes.abort, request)
+        return await self._run("abort", context, request.session, body)
+
+    async def Fetch(  # type: ignore[override]  # encoded already, see register
+        self, request: pb.FetchRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        """Yields encoded FetchChunk messages: the app registers this method with a pass-through
+        encoder."""
+        stream = self._boundary.stream(
+            "fetch",
+            context,
+            partial(self._reads.fetch, request),
+            tenant=self._tenant,
+            secret=request.session,
+            request_id=request.request_id,
+        )
+        async for chunk in stream:
+            yield chunk
+
+    async def Push(
+        self, request_iterator: AsyncIterator[pb.PushChunk], context: Context
+    ) -> pb.PushReply:
+        first = await anext(aiter(request_iterator), None)
+        reserve = pb.ReserveRequest() if first is None else first.reserve
+        body = partial(self._writes.push, first, request_iterator)
+        return await self._run("push", context, reserve.session, body, reserve.request_id)
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainReply:
+        body = partial(self._sessions.explain, request)
+        return await self._run("explain", context, request.session, body)
+
+
+def register(servicer: StoreServicer, server: grpc.aio.Server) -> None:
+    """Adds the service to a server. Fetch gets a pass-through encoder: its messages are encoded
+    with one copy less.
+
+    The first handler that knows a method serves it, so ours stands before the generated one.
+    """
+    fetch = grpc.unary_stream_rpc_method_handler(
+        servicer.Fetch, request_deserializer=pb.FetchRequest.FromString, response_serializer=bytes
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("kvstore.v1.Store", {"Fetch": fetch}),)
+    )
+    store_pb2_grpc.add_StoreServicer_to_server(servicer, server)
