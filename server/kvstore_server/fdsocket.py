@@ -74,7 +74,7 @@ class FdStore(Protocol):
     """What is needed of kvstore.store.Store. Descriptors stay the store's; they are duplicated
     before they are sent."""
 
-    on_unmap: Callable[[int], None]
+    unmap_listeners: list[Callable[[int], None]]
 
     def session_by_secret(self, secret: bytes, tenant: str) -> SessionLike | None: ...
     def bind_fd(self, session: Any) -> None: ...
@@ -106,7 +106,7 @@ class FdSocket:
         self._connections_max = sessions_max + WAITING_MAX
         self._listeners: dict[socket.socket, str] = {}
         # The store calls this in the middle of its own work; what follows may end sessions.
-        store.on_unmap = self._unmap_soon
+        store.unmap_listeners.append(self._unmap_soon)
 
     def listen(self, tenant: str, listener: socket.socket) -> None:
         """Serves `tenant` on a bound socket, which is taken over."""

@@ -50,7 +50,7 @@ class FakeStore:
     """Sessions 1 (alice) and 2 (bob), regions by tenant, and what the fd socket said."""
 
     def __init__(self) -> None:
-        self.on_unmap: Callable[[int], None] = lambda region_id: None
+        self.unmap_listeners: list[Callable[[int], None]] = []
         self.sessions = {SECRET: FakeSession(1, "alice"), SECRET[::-1]: FakeSession(2, "bob")}
         self.regions: dict[str, list[FakeRegion]] = {"alice": [FakeRegion(7)], "bob": []}
         self.fds = {7: _memfd(b"seven"), 9: _memfd(b"staging")}
@@ -91,6 +91,10 @@ class FakeStore:
     def holder_gone(self, region_id: int) -> None:
         self.holders[region_id] -= 1
         self.changed.set()
+
+    def close_region(self, region_id: int) -> None:
+        for listener in self.unmap_listeners:
+            listener(region_id)
 
     async def until(self, what: Callable[[], object]) -> None:
         async def changes() -> None:
@@ -274,7 +278,7 @@ async def test_unmap_reaches_holders_and_is_answered(setup: Setup) -> None:
     await client.hello()
     _, (fd,) = await client.ask(get_region=fd_pb2.GetRegion(region_id=7))
     os.close(fd)
-    setup.store.on_unmap(7)
+    setup.store.close_region(7)
     event, _ = await client.receive()
     assert event == fd_pb2.FdReply(unmap=fd_pb2.Unmap(region_id=7))
     client.tell(unmapped=fd_pb2.Unmapped(region_id=7))
@@ -288,7 +292,7 @@ async def test_unmap_reaches_holders_and_is_answered(setup: Setup) -> None:
 async def test_unmap_does_not_reach_who_was_never_given_the_region(setup: Setup) -> None:
     client = setup.connect()
     await client.hello()
-    setup.store.on_unmap(7)
+    setup.store.close_region(7)
     reply, _ = await client.ask(get_region=fd_pb2.GetRegion(region_id=99))
     assert reply.seq == client.seq
 
@@ -302,7 +306,7 @@ async def test_a_new_connection_of_the_process_answers_for_an_old_one(setup: Set
     await setup.store.until(lambda: setup.store.ended == [1])
     second = setup.connect("bob")
     await second.hello(SECRET[::-1])
-    setup.store.on_unmap(7)
+    setup.store.close_region(7)
     event, _ = await second.receive()
     assert event.unmap.region_id == 7
     second.tell(unmapped=fd_pb2.Unmapped(region_id=7))

@@ -1,0 +1,267 @@
+"""The daemon's life: start, serve, drain, stop. What is built, in which order, and what ends it.
+
+    App(settings, announcer).run() -> exit code
+      startup     sockets locked, memory granted, store restored, everything bound, then "ready"
+      main_loop   the store's clock, and growth towards the configured capacity
+      shutdown    drain, end what is in flight, give everything back
+
+SIGTERM, SIGINT or the admin service's Drain end the main loop; a second signal ends the drain at
+once. SIGUSR1 writes every thread's stack to stderr. A defect in the store's clock ends the daemon:
+a restart forgets, which is allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.process_collector import ProcessCollector
+
+import kvstore
+from kvstore.clock import Clock, SystemClock
+from kvstore.config import Settings, render_toml
+from kvstore.model.reasons import StartError
+from kvstore.model.record import Ring
+from kvstore.wire.v1 import admin_pb2_grpc
+from kvstore_server import servicer
+from kvstore_server.admin import AdminServicer
+from kvstore_server.assembly import Assembly
+from kvstore_server.boundary import Boundary
+from kvstore_server.exposition import Snapshot, StoreCollector
+from kvstore_server.fdsocket import FdSocket
+from kvstore_server.health import HealthApp, HealthServer, OnLoop
+from kvstore_server.listeners import FD_SUFFIX, Gates, Listener, stop_all
+from kvstore_server.locks import bind, open_up
+from kvstore_server.logs import event
+from kvstore_server.metrics import Metrics
+from kvstore_server.ready import Announcer
+from kvstore_server.tracefile import TraceFile, TracingRing
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+GROW_EVERY_S = 5.0
+DRAIN_POLL_S = 0.02
+STORE_SERVICE = "kvstore.v1.Store"
+ADMIN_SERVICE = "kvstore.v1.Admin"
+
+
+class App:
+    """One daemon. `run` is called once."""
+
+    def __init__(
+        self, settings: Settings, announcer: Announcer, clock: Clock | None = None
+    ) -> None:
+        self._settings = settings
+        self._announcer = announcer
+        self._clock = clock or SystemClock()
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._grace_s = settings.server.drain_grace_s
+        self._state = "starting"
+        self._metrics = Metrics()
+        self._listeners: list[Listener] = []
+        # Ends what was begun, in reverse order, however far the start came.
+        self._undo = contextlib.ExitStack()
+
+    async def run(self) -> int:
+        """Serves until a signal. The exit code; raises StartError if it cannot start."""
+        self._handle_signals()
+        try:
+            await self._startup()
+            await self._main_loop()
+            await self._shutdown()
+        finally:
+            self._undo.close()
+        event(log, logging.INFO, "stopped")
+        return 0
+
+    # ---------------------------------------------------------------- start
+
+    async def _startup(self) -> None:
+        settings = self._settings
+        gates = Gates(settings)
+        self._undo.callback(gates.unlock)
+        gates.clear_stale()
+        self._undo.callback(gates.remove)
+        parts = self._parts = Assembly(settings, self._clock)
+        self._undo.callback(parts.close)
+        self._store = parts.store
+        self._fd_socket = FdSocket(parts.store, sessions_max=parts.limits.sessions_max)
+        self._undo.callback(self._fd_socket.close)
+        self._ring = self._make_ring()
+        self._listen(gates)
+        http = self._serve_http()
+        for listener in self._listeners:
+            await listener.start()
+        # What was made until now lives as long as the process: the collector need not look at it
+        # again.
+        gc.collect()
+        gc.freeze()
+        self._state = "ready"
+        self._announce(gates, http)
+
+    def _make_ring(self) -> Ring:
+        trace = self._settings.trace
+        if not trace.file:
+            return Ring(trace.ring_records)
+        file = TraceFile(trace.file, self._clock)
+        self._undo.callback(file.close)
+        return TracingRing(trace.ring_records, file)
+
+    def _listen(self, gates: Gates) -> None:
+        limits, store = self._parts.limits, self._store
+        for tenant, gate in gates.data.items():
+            boundary = Boundary(store, self._metrics, self._ring, limits)
+            data = servicer.StoreServicer(store, boundary, limits, tenant=tenant, fd_socket=True)
+            fd_path = f"{gate.path}{FD_SUFFIX}"
+            fd_listener = bind(fd_path, gate.setting)
+            open_up(fd_path, gate.mode, gate.gid, gate.setting)
+            self._fd_socket.listen(tenant, fd_listener)
+            self._listeners.append(
+                Listener(
+                    gate,
+                    limits,
+                    [STORE_SERVICE],
+                    lambda server, data=data: servicer.register(data, server),  # type: ignore[misc]
+                )
+            )
+        admin = AdminServicer(
+            store,
+            Boundary(store, self._metrics, self._ring, limits),
+            metrics=self._metrics,
+            ring=self._ring,
+            config_toml=render_toml(self._settings),
+            on_drain=self._drain,
+        )
+        self._listeners.append(
+            Listener(
+                gates.admin,
+                limits,
+                [ADMIN_SERVICE],
+                lambda server: admin_pb2_grpc.add_AdminServicer_to_server(admin, server),
+            )
+        )
+
+    def _serve_http(self) -> str:
+        address = self._settings.http.address
+        if address is None:
+            return ""
+        on_loop = OnLoop(asyncio.get_running_loop())
+        registry = CollectorRegistry()
+        registry.register(StoreCollector(lambda: on_loop(self._snapshot)))
+        ProcessCollector(registry=registry)
+        GCCollector(registry=registry)
+        server = HealthServer(address, HealthApp(registry, on_loop, lambda: self._state))
+        self._undo.callback(server.close)
+        server.start()
+        return server.address
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(
+            self._metrics.snapshot(),
+            self._store.stats(),
+            dict(self._fd_socket.counts),
+            len(self._fd_socket.connections),
+        )
+
+    def _announce(self, gates: Gates, http: str) -> None:
+        record: dict[str, Any] = {
+            "pid": os.getpid(),
+            "version": kvstore.__version__,
+            "instance_id": self._store.instance_id.hex(),
+            "data_sockets": {tenant: gate.path for tenant, gate in gates.data.items()},
+            "admin_socket": gates.admin.path,
+            "http": http,
+            "capacity_bytes": self._parts.capacity_bytes,
+            "durable": self._parts.ledger.durable,
+        }
+        self._announcer.ready(record)
+        event(log, logging.INFO, "ready", **record)
+
+    # ---------------------------------------------------------------- serve
+
+    async def _main_loop(self) -> None:
+        grow_at_ns = 0
+        while not self._stop.is_set():
+            self._store.tick()
+            now_ns = self._clock.monotonic_ns()
+            if self._parts.is_smaller and now_ns >= grow_at_ns:
+                self._parts.grow()
+                grow_at_ns = now_ns + int(GROW_EVERY_S * 1e9)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), TICK_S)
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+
+    def _signalled(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._stop.is_set():
+            event(log, logging.WARNING, "second signal: ending at once", signal=name)
+            self._hurry.set()
+        else:
+            event(log, logging.INFO, "draining", signal=name, grace_s=self._grace_s)
+            self._stop.set()
+
+    def _hung_up(self) -> None:
+        # The default would end the process without a drain, because a terminal was closed.
+        event(log, logging.INFO, "SIGHUP is ignored: settings are read at the start only")
+
+    def _drain(self, grace_s: float) -> None:
+        """Drain by the admin service; 0 takes the configured grace."""
+        if grace_s > 0:
+            self._grace_s = min(grace_s, self._settings.server.drain_grace_s)
+        event(log, logging.INFO, "draining", by="admin", grace_s=self._grace_s)
+        self._stop.set()
+
+    # ---------------------------------------------------------------- stop
+
+    async def _shutdown(self) -> None:
+        self._state = "draining"
+        self._announcer.stopping()
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._grace_s
+        self._store.drain()
+        for listener in self._listeners:
+            await listener.announce_end()
+        # Reads and running writes may end; only then are calls refused.
+        while self._unfinished and loop.time() < end_s and not self._hurry.is_set():
+            self._store.tick()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), DRAIN_POLL_S)
+        self._fd_socket.stop_listening()
+        await stop_all(self._listeners, max(0.0, end_s - loop.time()), self._hurry)
+
+    @property
+    def _unfinished(self) -> bool:
+        core = self._store.stats().core
+        return bool(core.read_leases or core.write_leases) or self._store.busy
+
+
+def serve(settings: Settings, announcer: Announcer) -> int:
+    """Runs a daemon in this process; the exit code. Raises StartError."""
+    sys.setswitchinterval(
+        0.0002
+    )  # a copying thread then delays the loop by less than a millisecond
+
+    async def run() -> int:
+        return await App(settings, announcer).run()
+
+    return asyncio.run(run())
+
+
+__all__ = ["App", "StartError", "serve"]
