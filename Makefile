@@ -5,6 +5,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; 
 VENV := .venv
 BIN := $(VENV)/bin
 PRODUCT := kvstore server/kvstore_server client/kvstore_client
+# Settings of `make run`; without the file the built-in defaults hold.
+CONFIG ?= $(wildcard deploy/kvstored.toml)
 TEST_KINDS := unit contract simulation golden integration e2e tidy
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -16,7 +18,7 @@ help:
 	@echo 'make test    every test, on every interpreter at hand'
 	@echo 'make check   format, lint, types, import contracts, generated code in step'
 	@echo 'make bench   measure, write build/bench.json'
-	@echo 'make run     kvstored in the foreground with deploy/kvstored.toml'
+	@echo 'make run     kvstored in the foreground (CONFIG=deploy/kvstored.toml)'
 	@echo 'make proto   regenerate kvstore/wire/v1 from protos/kvstore/v1'
 
 $(BIN)/python:
@@ -48,7 +50,7 @@ bench: $(VENV)/installed
 	$(BIN)/python -m tests.bench
 
 run: $(VENV)/installed
-	$(BIN)/kvstored --config deploy/kvstored.toml
+	$(BIN)/kvstored $(if $(CONFIG),--config $(CONFIG)) --server.log_format=text
 
 proto: $(VENV)/installed
 	$(BIN)/python protos/generate.py
