@@ -1,0 +1,428 @@
+"""The core's whole interface: commands in, effects out.
+
+One thread, no clock (`now_ns` is the shell's monotonic time), no I/O. Every command is O(keys) and
+never waits. After each command the shell drains `effects` and runs them in order. A block that is
+not there, a space that was closed, a lease that has ended are answers; `BadRequest` is for calls
+that no race can explain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kvstore.core import check, stats
+from kvstore.core.books import Books
+from kvstore.core.decisions import Decisions
+from kvstore.core.effects import Effect
+from kvstore.core.leases import ReadLease, Session, WriteLease
+from kvstore.core.moves import Moves
+from kvstore.core.pools import Pool, Slot
+from kvstore.core.reads import Reads
+from kvstore.core.spaces import Space
+from kvstore.core.writes import Writes
+from kvstore.model.fingerprint import Fingerprint
+from kvstore.model.reasons import BadRequest, KVStoreError, Reason
+from kvstore.model.values import (
+    Absence,
+    Acquired,
+    CommitResult,
+    Committed,
+    CoreLimits,
+    CoreStats,
+    Dropped,
+    EpochSet,
+    KeyExplanation,
+    LeaseMode,
+    Opening,
+    Pinned,
+    Region,
+    Reserved,
+    Reviewed,
+    ReviewRow,
+    Settled,
+    SpaceRow,
+    TenantSpec,
+    TierSpec,
+)
+from kvstore.policy.base import EvictionPolicy
+from kvstore.policy.lru import Lru
+
+GROUP_BYTES_MAX = 64
+
+
+class Core:
+    """All state of blocks, leases, spaces and decisions. See the module's docstring."""
+
+    def __init__(
+        self,
+        tiers: Sequence[TierSpec],
+        tenants: Sequence[TenantSpec],
+        limits: CoreLimits | None = None,
+        policy: Callable[[], EvictionPolicy[Slot]] = Lru,
+    ) -> None:
+        self.books = Books(tiers, tenants, limits or CoreLimits(), policy)
+        self.moves = Moves(self.books)
+        self._reads = Reads(self.books, self.moves)
+        self._writes = Writes(self.books, self.moves)
+        self._decisions = Decisions(self.books, self.moves)
+
+    # ------------------------------------------------------------------ sessions
+
+    def begin_session(self, tenant: str, group: bytes, now_ns: int) -> int:
+        """A new session of `group`, 1 to 64 bytes that name the engine instance.
+
+        BadRequest: no such tenant. KVStoreError(LIMIT_SESSIONS).
+        """
+        books = self.books
+        if tenant not in books.tenants:
+            raise BadRequest(Reason.BAD_NAME, f"no tenant {tenant!r}", "tenants")
+        if not 1 <= len(group) <= GROUP_BYTES_MAX:
+            raise BadRequest(
+                Reason.BAD_SIZE, f"a group id has 1 to {GROUP_BYTES_MAX} bytes", "group"
+            )
+        if len(books.sessions) >= books.limits.sessions_max:
+            raise KVStoreError(
+                Reason.LIMIT_SESSIONS,
+                f"{len(books.sessions)} sessions are attached",
+                "limits.sessions_max",
+            )
+        session = Session(books.next_id("session"), tenant, group)
+        books.sessions[session.id] = session
+        books.group_sessions.setdefault(session.group_key, set()).add(session.id)
+        return session.id
+
+    def end_session(self, session: int, now_ns: int) -> None:
+        """Frees everything that the session held. Idempotent. A commit that was given runs on."""
+        books = self.books
+        ended = books.sessions.pop(session, None)
+        if ended is None:
+            return
+        for lease in list(ended.leases.values()):
+            self._end_lease(lease, now_ns)
+        for group in list(ended.groups):
+            self.moves.abort_group(group, Reason.WRITE_GROUP_FAILED, now_ns)
+        books.ingest.claims.pop(ended.id, None)
+        self._writes.close_staging(ended)
+        peers = books.group_sessions[ended.group_key]
+        peers.discard(ended.id)
+        if not peers:
+            del books.group_sessions[ended.group_key]
+            self._decisions.end_group(ended.group_key, now_ns)
+
+    def _session(self, session: int) -> Session | None:
+        return self.books.sessions.get(session)
+
+    # ------------------------------------------------------------------ spaces
+
+    def open(self, session: int, fingerprint: Fingerprint, now_ns: int) -> Opening:
+        """Binds a fingerprint to a space of the session's tenant. BadRequest: unknown session."""
+        known = self._session(session)
+        if known is None:
+            raise BadRequest(Reason.SESSION_UNKNOWN, "attach first", "session")
+        return self._decisions.open(known, fingerprint, now_ns)
+
+    def explain_offer(self, tenant: str, group: bytes, fingerprint: Fingerprint) -> Opening:
+        """What `open` would answer. space_id 0 with verdict MATCH or HELD: it would make one."""
+        return self._decisions.judge(tenant, group, fingerprint)
+
+    # ------------------------------------------------------------------ reading
+
+    def lookup(self, session: int, space_id: int, keys: Sequence[bytes]) -> bytes:
+        """A presence code a key (`kvstore.model.hits`). No side effect."""
+        known = self._session(session)
+        if known is None:
+            return bytes(len(keys))
+        return self._reads.lookup(known, space_id, keys)
+
+    def why_absent(self, session: int, space_id: int, key: bytes) -> Absence:
+        """Why a key misses; reason HIT if it does not."""
+        known = self._session(session)
+        if known is None:
+            return Absence(Reason.SESSION_UNKNOWN)
+        return self._reads.why_absent(known, space_id, key)
+
+    def acquire(
+        self,
+        session: int,
+        space_id: int,
+        keys: Sequence[bytes],
+        *,
+        mode: LeaseMode,
+        until_ns: int | None,
+        wait: bool,
+        all_or_nothing: bool = False,
+        below: Mapping[bytes, int] | None = None,
+        reach: frozenset[int] | None = None,
+        now_ns: int,
+    ) -> Acquired:
+        """A read lease.
+
+        until_ns: its deadline; None, and always for views: none. wait: also take what is being
+        written or loaded; the lease is ready when all of that came or failed. below: key to archive
+        tier, for keys that an archive holds. reach: pools that the reader can read; None: all.
+        """
+        known = self._session(session)
+        if known is None:
+            return Acquired(0, False, Reason.SESSION_UNKNOWN)
+        if len(keys) > self.books.limits.keys_per_call_max:
+            return Acquired(0, False, Reason.TOO_MANY_KEYS)
+        return self._reads.acquire(
+            known,
+            space_id,
+            keys,
+            mode=mode,
+            until_ns=until_ns,
+            wait=wait,
+            all_or_nothing=all_or_nothing,
+            below=below or {},
+            reach=reach,
+            now_ns=now_ns,
+        )
+
+    def settle(self, lease_id: int, now_ns: int) -> Settled:
+        """What a read lease holds. A lease that holds nothing ends here."""
+        return self._reads.settle(lease_id)
+
+    def release(self, session: int, lease_ids: Sequence[int], now_ns: int) -> tuple[int, int]:
+        """Ends leases of the session or its group: (released, unknown). A reservation that is not
+        committed is aborted.
+        """
+        known = self._session(session)
+        released = 0
+        for lease_id in lease_ids:
+            lease = self.books.leases.get(lease_id)
+            owner = None if lease is None else lease.session
+            if lease is None or owner is None or known is None:
+                continue
+            if owner.group_key == known.group_key:
+                self._end_lease(lease, now_ns)
+                released += 1
+        return released, len(lease_ids) - released
+
+    def _end_lease(self, lease: ReadLease | WriteLease, now_ns: int) -> None:
+        if isinstance(lease, ReadLease):
+            self._reads.end(lease)
+        else:
+            self._writes.abort(lease, Reason.ABORTED, now_ns)
+
+    # ------------------------------------------------------------------ writing
+
+    def reserve(
+        self,
+        session: int,
+        space_id: int,
+        chain: Sequence[bytes],
+        first: int,
+        part: int,
+        attempt: int,
+        until_ns: int,
+        now_ns: int,
+    ) -> Reserved:
+        """A write lease on what is wanted of `chain[first:]`, as many leading blocks as there is
+        room for. `chain` is the prompt from its first block on.
+        """
+        known = self._session(session)
+        if known is None:
+            return Reserved(0, [], [], 0, 0, 0, Reason.SESSION_UNKNOWN, 0)
+        if len(chain) > self.books.limits.keys_per_call_max:
+            return Reserved(0, [], [], 0, 0, 0, Reason.TOO_MANY_KEYS, 0)
+        return self._writes.reserve(
+            known, space_id, list(chain), max(first, 0), part, attempt, until_ns, now_ns
+        )
+
+    def commit(self, session: int, lease_id: int, durable: bool, now_ns: int) -> Committed:
+        """Publishes a reservation once its bytes are copied. Asking again changes nothing."""
+        known = self._session(session)
+        if known is None:
+            return Committed(False, Reason.SESSION_UNKNOWN)
+        return self._writes.commit(known, lease_id, durable, now_ns)
+
+    def settle_commit(self, lease_id: int, now_ns: int) -> CommitResult:
+        """What became of a commit. Ends the lease, or what is left of it goes on by itself."""
+        return self._writes.settle_commit(lease_id)
+
+    # ------------------------------------------------------------------ facts from the shell
+
+    def done(
+        self,
+        copy_id: int,
+        ok: bool,
+        reason: Reason,
+        checksum: bytes | None,
+        elapsed_ns: int,
+        now_ns: int,
+    ) -> None:
+        """A copy has ended. Each is reported once."""
+        flight = self.books.flights.pop(copy_id)
+        self.books.counters[f"copies_{flight.copy.why}"] += 1
+        self.books.counters[f"copied_bytes_{flight.copy.why}"] += flight.copy.length if ok else 0
+        if flight.copy.why == "commit":
+            self._writes.landed(flight, ok, reason, now_ns)
+        else:
+            self.moves.landed(flight, ok, reason, now_ns)
+
+    def region_gone(self, region_id: int, now_ns: int) -> None:
+        """No process can reach a closed region any more: its bytes are free, and go to who claimed
+        them.
+        """
+        books = self.books
+        arena = next((arena for arena in books.pools if arena.gone(region_id)), None)
+        if arena is None:
+            return
+        books.staging_closing.discard(region_id)
+        while (grant := arena.next_grant()) is not None:
+            claimant, total_bytes = grant
+            if isinstance(claimant, Pool):
+                self.moves.grant(claimant, total_bytes, now_ns)
+            elif (session := books.sessions.get(claimant)) and session.staging is None:
+                self._writes.open_staging(session, total_bytes, now_ns)
+
+    def archive_dropped(self, tier: int, space_id: int, keys: Iterable[bytes]) -> None:
+        """An archive has aged these names out: evicting the blocks is no longer free."""
+        space = self.books.spaces.get(space_id)
+        if space is not None:
+            self.moves.unsaved(space, keys)
+
+    def persisted(self, ticket: int, now_ns: int) -> None:
+        """One durable row with this ticket is written."""
+        tickets = self.books.tickets
+        tickets[ticket] -= 1
+        if tickets[ticket] <= 0:
+            del tickets[ticket]
+
+    def restore(self, rows: Iterable[tuple[str, bytes, bytes]]) -> None:
+        """The durable rows of earlier runs: (table, key, value). Before any other command."""
+        self._decisions.restore(rows)
+
+    def tick(self, now_ns: int) -> int | None:
+        """Expires what is due. Returns when the next thing is."""
+        for lease in self.books.leases.due(now_ns):
+            if isinstance(lease, ReadLease):
+                self.books.counters["leases_expired"] += 1
+                self._reads.end(lease)
+            else:
+                self._writes.expire(lease, now_ns)
+        dates = (self.books.leases.next_due_ns(), self._decisions.expire_reviews(now_ns))
+        return min((date for date in dates if date is not None), default=None)
+
+    def effects(self) -> list[Effect]:
+        """What is to be done since the last call, in order."""
+        drained = self.books.effects
+        self.books.effects = []
+        return drained
+
+    # ------------------------------------------------------------------ the operator's verbs
+
+    def pin(
+        self, space_id: int, keys: Sequence[bytes], now_ns: int, tenant: str | None = None
+    ) -> Pinned:
+        """Holds the leading READY keys of a space (of any tenant, or of this one) until `unpin`."""
+        return self._decisions.pin(tenant, space_id, keys, now_ns)
+
+    def unpin(self, pin_id: int, now_ns: int) -> bool:
+        """Ends a pin. False: no such pin."""
+        return self._decisions.unpin(pin_id)
+
+    def invalidate(
+        self,
+        *,
+        tenant: str | None = None,
+        space_id: int | None = None,
+        model_name: str | None = None,
+        everything: bool = False,
+        keys: Sequence[bytes] | None = None,
+        why: str = "",
+        now_ns: int,
+    ) -> Dropped:
+        """Makes blocks invisible at once and for good: named keys of a space, or whole spaces.
+
+        The selectors narrow each other; at least one is given, or `everything`.
+        """
+        return self._decisions.invalidate(
+            tenant=tenant,
+            space_id=space_id,
+            model_name=model_name,
+            everything=everything,
+            keys=keys,
+            now_ns=now_ns,
+        )
+
+    def set_epoch(self, model_name: str, epoch: int, why: str, now_ns: int) -> EpochSet:
+        """Raises the weight epoch floor of a model for all tenants; it never falls."""
+        return self._decisions.set_epoch(model_name, epoch, why, now_ns)
+
+    def epoch_floors(self) -> dict[str, int]:
+        """Model name to its weight epoch floor."""
+        return dict(self._decisions.floors)
+
+    def review(
+        self,
+        review_id: int,
+        approve: bool,
+        revision: str,
+        who: str,
+        why: str,
+        now_ns: int,
+        wall_s: float,
+    ) -> Reviewed:
+        """Decides a held fingerprint: approve vouches for its weights `revision`."""
+        return self._decisions.review(review_id, approve, revision, who, why, now_ns, wall_s)
+
+    def reviews(self, include_decided: bool = False) -> list[ReviewRow]:
+        """Held fingerprints, oldest first."""
+        return self._decisions.reviews(include_decided)
+
+    def drain(self, now_ns: int) -> None:
+        """No reservations from now on; reads and what is under way go on."""
+        self.books.draining = True
+
+    # ------------------------------------------------------------------ views
+
+    def regions(self, tenant: str) -> list[Region]:
+        """Open regions of a tenant, in all pools."""
+        return [
+            book.info
+            for arena in self.books.pools
+            for book in arena.regions.values()
+            if book.info.tenant == tenant
+        ]
+
+    def region(self, region_id: int) -> Region | None:
+        """An open region."""
+        for arena in self.books.pools:
+            if region_id in arena.regions:
+                return arena.regions[region_id].info
+        return None
+
+    def staging_of(self, session: int) -> int | None:
+        """The session's staging region."""
+        known = self._session(session)
+        return None if known is None or known.staging is None else known.staging.region_id
+
+    def explain(self, tenant: str, space_id: int, key: bytes, now_ns: int) -> KeyExplanation:
+        """What is known of a key, for people."""
+        return stats.explain(self.books, tenant, space_id, key, now_ns)
+
+    def spaces(self) -> list[SpaceRow]:
+        """All spaces that are not closed."""
+        return [_space_row(space) for space in self.books.spaces]
+
+    def stats(self) -> CoreStats:
+        """A snapshot of all numbers."""
+        return stats.snapshot(self.books, self._decisions)
+
+    def check(self) -> None:
+        """Every invariant; AssertionError names the one that does not hold."""
+        check.check(self.books)
+
+
+def _space_row(space: Space) -> SpaceRow:
+    return SpaceRow(
+        space.id,
+        space.tenant,
+        space.state.value,
+        space.fingerprint,
+        space.blocks,
+        space.block_bytes,
+        space.review_id,
+    )

@@ -1,0 +1,536 @@
+"""Names and bytes on the move: taking slots, evicting, saving, demoting, loading, promoting.
+
+Names change at the moment of the command and bytes follow: a victim's name is gone (or points to
+the slot below) before its bytes are copied, and the next fill of its slot waits for that copy. So
+who is evicted hardly depends on when copies end. Past a bound of copies in flight a victim is
+dropped unsaved, and counted; nothing ever waits in a command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvstore.core.arena import Arena
+from kvstore.core.books import Books, Flight
+from kvstore.core.effects import Assign, Copy, Forget, Ready, Unassign, Why
+from kvstore.core.leases import ReadLease, WriteGroup, WriteLease
+from kvstore.core.pools import Fill, Pool, RegionBook, Slot, release_holds
+from kvstore.core.spaces import Space
+from kvstore.core.states import SlotState, SpaceState
+from kvstore.model.reasons import Reason
+from kvstore.model.values import Place
+
+FREE, FILLING, READY, DOOMED = SlotState
+
+
+class Moves:
+    """See the module's docstring. Used by the commands of `reads`, `writes` and `decisions`."""
+
+    def __init__(self, books: Books) -> None:
+        self.books = books
+
+    # ------------------------------------------------------------------ slots
+
+    def take(self, pool: Pool, now_ns: int) -> Slot | None:
+        """A FREE slot of the pool, by eviction if need be. None: everything is held, or belongs to
+        this very command.
+        """
+        if not pool.free and not self._grow(pool, now_ns):
+            self._press(pool, now_ns)
+            if not pool.free:
+                victim = pool.victim()
+                if victim is None or victim.command == self.books.command:
+                    return None
+                self.evict(victim, now_ns)
+        return pool.free.popleft()
+
+    def _arena(self, pool: Pool) -> Arena:
+        arena = self.books.arenas[pool.tier]
+        assert arena is not None, "a pool is in a pool tier"
+        return arena
+
+    def _grow(self, pool: Pool, now_ns: int) -> bool:
+        arena = self._arena(pool)
+        shape = arena.shape(pool.slot_bytes, arena.room_bytes(pool))
+        if shape is None:
+            return False
+        region = arena.add_region(self.books.next_id("region"), pool, shape, now_ns)
+        arena.claims.pop(pool, None)
+        self.books.effects.append(Assign(region))
+        return True
+
+    def grant(self, pool: Pool, total_bytes: int, now_ns: int) -> None:
+        """A pool's claim is met: it gets its region now, before another takes the bytes."""
+        arena = self._arena(pool)
+        shape = arena.shape(pool.slot_bytes, total_bytes)
+        if shape is not None:
+            region = arena.add_region(self.books.next_id("region"), pool, shape, now_ns)
+            self.books.effects.append(Assign(region))
+
+    def _press(self, pool: Pool, now_ns: int) -> None:
+        """Looks once a command whether another pool should give this one a region."""
+        if pool.pressed_at == self.books.command:
+            return
+        pool.pressed_at = self.books.command
+        for region in self._arena(pool).press(pool, now_ns):
+            self.close_region(region, now_ns)
+
+    def close_region(self, region: RegionBook, now_ns: int) -> None:
+        """Evicts what is in it the ordinary way; it closes when nothing reads it any more."""
+        arena = self._arena(region.pool)
+        arena.retire(region)
+        self.books.counters["regions_reclaimed"] += 1
+        for slot in region.slots:
+            if slot.state is READY:
+                self.evict(slot, now_ns)
+        self._close_if_left(region)
+
+    def _close_if_left(self, region: RegionBook) -> None:
+        if region.closing and not region.leaving:
+            self.books.effects.append(Unassign(region.info.id))
+
+    def publish(self, slots: Sequence[Slot], now_ns: int) -> None:
+        """FILLING slots of one pool become READY at once; given from tail to head."""
+        fills = [slot.fill for slot in slots]
+        slots[0].pool.publish(slots, now_ns)
+        for slot, fill in zip(slots, fills, strict=True):
+            assert fill is not None
+            assert slot.space is not None
+            slot.space.blocks += 1
+            self._end_fill(slot, slot.space, fill, Reason.OK, now_ns)
+
+    def drop(self, slot: Slot, why: Reason, now_ns: int) -> None:
+        """The name and the block are gone; the slot is DOOMED until its last hold ends."""
+        space, fill = slot.space, slot.fill
+        assert space is not None, "a free slot has no name"
+        del space.index[slot.key]
+        self.books.ghosts.add(space.id, slot.key, why, now_ns)
+        if slot.state is READY:
+            space.blocks -= 1
+            slot.pool.policy.departed(slot, why, now_ns)
+            self.books.counters["blocks_dropped"] += 1
+        if slot.pins:
+            self._unpin(slot)
+        self._stop_rising(slot)
+        slot.pool.leave(slot)
+        if fill is not None:
+            self._end_fill(slot, space, fill, why, now_ns)
+
+    def _end_fill(self, slot: Slot, space: Space, fill: Fill, why: Reason, now_ns: int) -> None:
+        """Tells the write group, its leases and those who wait."""
+        group = fill.group
+        if group is not None:
+            del group.fills[slot]
+            if not group.fills:
+                self._end_group(space, group)
+        for lease in fill.leases:
+            if why is Reason.OK:
+                lease.visible += 1
+            else:
+                lease.failed += 1
+                lease.reason = why
+            self.drop_if_over(lease)
+        for waiter, index in fill.waiters:
+            self._resolve(waiter, index, slot if why is Reason.OK else None, why, now_ns)
+
+    def _end_group(self, space: Space, group: WriteGroup) -> None:
+        del space.groups[group.key]
+        for session in group.sessions:
+            session.groups.discard(group)
+        group.sessions.clear()
+
+    def abort_group(self, group: WriteGroup, why: Reason, now_ns: int) -> None:
+        """Drops all unfinished blocks of a write group."""
+        for slot in list(group.fills):
+            self.drop(slot, why, now_ns)
+
+    def drop_if_over(self, lease: WriteLease) -> None:
+        """A commit that nobody will settle is forgotten once nothing is left of it."""
+        if lease.orphan and not lease.ended and lease.settled and not lease.waiting:
+            self.books.leases.remove(lease)
+
+    def _unpin(self, slot: Slot) -> None:
+        """Pins do not outlive the block: else an invalidated block would keep its slot."""
+        for pin in self.books.pins.values():
+            for index, held in enumerate(pin.slots):
+                if held is slot:
+                    pin.slots[index] = None
+                    slot.holds -= 1
+                    slot.pins -= 1
+        slot.pool.pinned_bytes -= slot.pool.slot_bytes
+        assert slot.pins == 0, "pins are counted"
+
+    # ------------------------------------------------------------------ use
+
+    def touch(self, slots: Sequence[Slot], now_ns: int) -> None:
+        """READY slots were used, given from head to tail; the head ends up warmest."""
+        backwards = slots[::-1]
+        if len(self.books.pools) == 1:
+            if slots:
+                slots[0].pool.touch(backwards, now_ns)
+            return
+        by_pool: dict[Pool, list[Slot]] = {}
+        for slot in backwards:
+            by_pool.setdefault(slot.pool, []).append(slot)
+        for pool, of_pool in by_pool.items():
+            pool.touch(of_pool, now_ns)
+
+    def _resolve(
+        self, lease: ReadLease, index: int, slot: Slot | None, why: Reason, now_ns: int
+    ) -> None:
+        """What a read lease waited for is there, or will not come."""
+        if lease.ended or not lease.pending:
+            return
+        lease.pending -= 1
+        if slot is not None:
+            slot.holds += 1
+            slot.hits += 1
+            lease.slots[index] = slot
+        else:
+            lease.reasons[index] = why
+        if not lease.pending:
+            self.touch([s for s in lease.slots if s is not None and s.state is READY], now_ns)
+            self.books.effects.append(Ready(lease.id))
+
+    # ------------------------------------------------------------------ down
+
+    def evict(self, slot: Slot, now_ns: int) -> None:
+        """READY, held by nobody but its own save -> FREE. The block goes down, or away."""
+        space = slot.space
+        assert space is not None
+        assert slot.state is READY
+        self._arena(slot.pool).evictions += 1
+        space.blocks -= 1
+        lower: Slot | None = None
+        if slot.holds:
+            why = self._leave_by_running_save(slot, space)
+        else:
+            lower = self._demote(slot, space, now_ns)
+            why = Reason.MISS_EVICTED if lower is not None else self._save_victim(slot, space)
+        if lower is None:
+            del space.index[slot.key]
+            self.books.ghosts.add(space.id, slot.key, why, now_ns)
+        slot.pool.policy.departed(slot, why, now_ns)
+        slot.pool.leave(slot)
+
+    def _leave_by_running_save(self, slot: Slot, space: Space) -> Reason:
+        flight = self.books.saving[space.id, slot.key]
+        assert flight.source is slot
+        assert slot.holds == 1
+        assert not flight.leaves
+        slot.holds = 0
+        self._begin_leaving(flight)
+        return Reason.MISS_EVICTED
+
+    def _demote(self, slot: Slot, space: Space, now_ns: int) -> Slot | None:
+        arena = self.books.arena_below(slot.pool.tier)
+        if arena is None or self.books.moving >= self.books.limits.copies_in_flight_max:
+            return None
+        return self._send_down(slot, space, arena, now_ns)
+
+    def _send_down(self, slot: Slot, space: Space, arena: Arena, now_ns: int) -> Slot | None:
+        """The name moves to a slot of a lower pool, the bytes follow."""
+        pool = space.pools[arena.tier]
+        assert pool is not None
+        lower = self.take(pool, now_ns)
+        if lower is None:
+            return None
+        pool.begin(lower, space, slot.key, slot.parent, slot.depth, Fill(None))
+        lower.saved, lower.hits = slot.saved, slot.hits
+        space.index[slot.key] = lower
+        flight = self._fly("demote", space, slot.key, slot, lower)
+        self._begin_leaving(flight)
+        return lower
+
+    def lower(self, slot: Slot, arena: Arena, now_ns: int) -> Slot | None:
+        """Moves a READY block to a lower pool for a reader that cannot reach it where it is."""
+        space = slot.space
+        assert space is not None
+        if slot.pins or slot.leaving:
+            return None
+        lower = self._send_down(slot, space, arena, now_ns)
+        if lower is not None:
+            space.blocks -= 1
+            self._stop_rising(slot)
+            slot.pool.leave(slot)
+        return lower
+
+    def _save_victim(self, slot: Slot, space: Space) -> Reason:
+        """Saves a victim, with its ancestors first, if that is possible, worth it, and needed."""
+        books = self.books
+        archive = books.archive_below(slot.pool.tier)
+        if archive is None or slot.saved:
+            return Reason.MISS_EVICTED
+        if space.state is not SpaceState.OPEN or not slot.pool.policy.admit(slot):
+            return Reason.MISS_NOT_ADMITTED
+        if (space.id, slot.key) in books.saving:
+            return Reason.MISS_EVICTED
+        self._save_ancestors(slot, space, archive)
+        if books.moving >= books.limits.copies_in_flight_max:
+            books.counters["dropped_unsaved"] += 1
+            return Reason.MISS_NOT_ADMITTED
+        flight = self._fly_save(slot, space, archive)
+        self._begin_leaving(flight)
+        return Reason.MISS_EVICTED
+
+    def _save_ancestors(self, slot: Slot, space: Space, archive: int) -> None:
+        """Keeps the archive's set closed under parent, so that all of it can be reached later."""
+        books = self.books
+        missing: list[Slot] = []
+        parent = space.index.get(slot.parent)
+        while parent is not None and parent.state is READY and not parent.saved:
+            if (space.id, parent.key) in books.saving:
+                break
+            missing.append(parent)
+            parent = space.index.get(parent.parent)
+        for ancestor in reversed(missing):
+            if books.moving >= books.limits.copies_in_flight_max:
+                break
+            self._fly_save(ancestor, space, archive)
+            ancestor.holds += 1
+
+    def save_for(self, slot: Slot, lease: WriteLease) -> None:
+        """A durable commit waits until this READY block, and its ancestors, are in the archive."""
+        space = lease.space
+        archive = self.books.archive_below(slot.pool.tier)
+        assert archive is not None
+        if slot.saved:
+            return
+        flight = self.books.saving.get((space.id, slot.key))
+        if flight is None:
+            self._save_ancestors(slot, space, archive)
+            flight = self._fly_save(slot, space, archive)
+            slot.holds += 1
+        flight.durable.append(lease)
+        lease.saves += 1
+
+    def forget(self, space_id: int, key: bytes) -> None:
+        """The archives drop the name; behind a running save of it."""
+        if (space_id, key) in self.books.saving:
+            self.books.forgetting.add((space_id, key))
+        else:
+            self.books.effects += [Forget(tier, space_id, key) for tier in self.books.archives]
+
+    # ------------------------------------------------------------------ up
+
+    def load(
+        self, space: Space, key: bytes, depth: int, archive: int, arena: Arena, now_ns: int
+    ) -> Slot | Reason:
+        """Brings a block from an archive into a pool; the name is there at once, FILLING."""
+        books = self.books
+        if books.loading >= books.limits.copies_in_flight_max:
+            return Reason.LIMIT_QUEUE
+        pool = space.pools[arena.tier]
+        assert pool is not None
+        slot = self.take(pool, now_ns)
+        if slot is None:
+            return Reason.NO_SPACE
+        pool.begin(slot, space, key, b"", depth, Fill(None))
+        slot.saved = True
+        space.index[key] = slot
+        self._fly("load", space, key, None, slot, source=Place(archive, 0, 0, 0, 0))
+        return slot
+
+    def promote(self, slot: Slot, arena: Arena, now_ns: int) -> None:
+        """Copies a READY, held block into a faster pool; its name moves when the copy is done."""
+        space = slot.space
+        books = self.books
+        assert space is not None
+        assert slot.holds
+        if slot.rising or slot.pins or books.moving >= books.limits.copies_in_flight_max:
+            return
+        pool = space.pools[arena.tier]
+        assert pool is not None
+        target = self.take(pool, now_ns)
+        if target is None:
+            return
+        pool.begin(target, space, slot.key, slot.parent, slot.depth, Fill(None))
+        slot.rising = target
+        slot.holds += 1
+        self._fly("promote", space, slot.key, slot, target)
+
+    def _stop_rising(self, slot: Slot) -> None:
+        target, slot.rising = slot.rising, None
+        if target is not None:
+            target.pool.leave(target)
+
+    # ------------------------------------------------------------------ copies
+
+    def _fly_save(self, slot: Slot, space: Space, archive: int) -> Flight:
+        flight = self._fly("save", space, slot.key, slot, None, target=Place(archive, 0, 0, 0, 0))
+        self.books.saving[space.id, slot.key] = flight
+        return flight
+
+    def _fly(
+        self,
+        why: Why,
+        space: Space,
+        key: bytes,
+        source_slot: Slot | None,
+        target_slot: Slot | None,
+        *,
+        source: Place | None = None,
+        target: Place | None = None,
+    ) -> Flight:
+        """A copy of a whole block; it holds the slot that it fills."""
+        if source is None:
+            assert source_slot is not None
+            source = source_slot.place()
+        if target is None:
+            assert target_slot is not None
+            target = target_slot.place()
+        return self.fly(
+            why, space, key, source, target, space.layout.block_bytes, source_slot, target_slot
+        )
+
+    def fly(
+        self,
+        why: Why,
+        space: Space,
+        key: bytes,
+        source: Place,
+        target: Place,
+        length: int,
+        source_slot: Slot | None,
+        target_slot: Slot | None,
+        lease: WriteLease | None = None,
+    ) -> Flight:
+        """Emits a copy, behind the one that still reads what its target held before."""
+        books = self.books
+        copy = Copy(books.next_id("copy"), why, space.id, key, source, target, length)
+        flight = Flight(copy, source_slot, target_slot, lease, False, [])
+        books.flights[copy.copy_id] = flight
+        if why == "load":
+            books.loading += 1
+        elif why != "commit":
+            books.moving += 1
+        if target_slot is not None:
+            target_slot.holds += 1
+            if target_slot.leaving:
+                target_slot.queued.append(copy)
+                return flight
+        books.effects.append(copy)
+        return flight
+
+    def _begin_leaving(self, flight: Flight) -> None:
+        slot = flight.source
+        assert slot is not None
+        assert not slot.leaving
+        assert not flight.leaves
+        flight.leaves = True
+        slot.leaving = flight.copy.copy_id
+        slot.region.leaving += 1
+
+    def _end_leaving(self, slot: Slot) -> None:
+        slot.leaving = 0
+        slot.region.leaving -= 1
+        self.books.effects += slot.queued
+        slot.queued.clear()
+        self._close_if_left(slot.region)
+
+    def _end_reading(self, flight: Flight) -> None:
+        """The copy does not read its source slot any more."""
+        source = flight.source
+        assert source is not None
+        if flight.leaves:
+            self._end_leaving(source)
+        else:
+            release_holds((source,))
+
+    def landed(self, flight: Flight, ok: bool, reason: Reason, now_ns: int) -> None:
+        """A copy other than a commit's is done."""
+        why = flight.copy.why
+        if why == "load":
+            self.books.loading -= 1
+            self._loaded(flight, ok, reason, now_ns)
+            return
+        self.books.moving -= 1
+        self.books.counters["copies_failed"] += not ok
+        if why == "save":
+            self._saved(flight, ok, reason)
+        elif why == "demote":
+            self._end_reading(flight)
+            self._filled(flight, ok, reason, now_ns)
+        else:
+            self._promoted(flight, ok, now_ns)
+
+    def _filled(self, flight: Flight, ok: bool, reason: Reason, now_ns: int) -> None:
+        slot = flight.target
+        assert slot is not None
+        release_holds((slot,))
+        if slot.state is not FILLING:
+            return
+        if ok:
+            self.publish((slot,), now_ns)
+        else:
+            self.drop(slot, reason, now_ns)
+
+    def _loaded(self, flight: Flight, ok: bool, reason: Reason, now_ns: int) -> None:
+        self.books.counters["loads"] += 1
+        if not ok:
+            self.books.counters["loads_failed"] += 1
+            if reason is Reason.MISS_CORRUPT:
+                self.books.counters["loads_corrupt"] += 1
+                self.forget(flight.copy.space_id, flight.copy.key)
+        self._filled(flight, ok, reason, now_ns)
+
+    def _promoted(self, flight: Flight, ok: bool, now_ns: int) -> None:
+        source, target = flight.source, flight.target
+        assert source is not None
+        assert target is not None
+        release_holds((source, target))
+        if source.rising is not target:
+            return
+        if not ok or source.pins:
+            self._stop_rising(source)
+            return
+        space = source.space
+        assert space is not None
+        source.rising = None
+        target.saved, target.hits = source.saved, source.hits
+        space.index[source.key] = target
+        space.blocks -= 1
+        source.pool.leave(source)
+        self.publish((target,), now_ns)
+        self.books.counters["promoted"] += 1
+
+    def _saved(self, flight: Flight, ok: bool, reason: Reason) -> None:
+        books, source = self.books, flight.source
+        name = (flight.copy.space_id, flight.copy.key)
+        assert source is not None
+        del books.saving[name]
+        space = books.spaces.get(name[0])
+        same = not flight.leaves and source.state is READY
+        self._end_reading(flight)
+        forgotten = name in books.forgetting
+        books.forgetting.discard(name)
+        if forgotten or space is None:
+            self.forget(*name)
+        elif ok and same:
+            source.saved = True
+        books.counters["saved" if ok else "saves_failed"] += 1
+        for lease in flight.durable:
+            lease.saves -= 1
+            again = space.index.get(name[1]) if forgotten and space is not None else None
+            if again is not None and again.state is READY:
+                self.save_for(again, lease)
+            elif not ok or forgotten or space is None:
+                lease.reason = reason if not ok else Reason.MISS_INVALIDATED
+            self.tell(lease)
+
+    def tell(self, lease: WriteLease) -> None:
+        """Says once that a commit can be settled."""
+        if lease.settled and not lease.told and not lease.ended:
+            lease.told = True
+            if not lease.orphan:
+                self.books.effects.append(Ready(lease.id))
+        self.drop_if_over(lease)
+
+    # ------------------------------------------------------------------ facts from archives
+
+    def unsaved(self, space: Space, keys: Iterable[bytes]) -> None:
+        """An archive has aged these names out: evicting them is no longer free."""
+        for key in keys:
+            slot = space.index.get(key)
+            if slot is not None:
+                slot.saved = False

@@ -1,0 +1,265 @@
+"""Slots of one size: who is in them, which are free, and in what order copies may touch them.
+
+Bookkeeping only: it keeps states, counts and the policy's candidates in step. Which slot is taken,
+evicted or moved is decided in `moves`; regions and budgets are `arena`'s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.core.states import SLOT_MOVES, SlotState
+from kvstore.model.hits import ABSENT, PENDING
+from kvstore.model.values import Place, Region
+from kvstore.policy.base import EvictionPolicy
+
+if TYPE_CHECKING:
+    from kvstore.core.effects import Copy
+    from kvstore.core.leases import ReadLease, WriteGroup, WriteLease
+    from kvstore.core.spaces import Space
+
+FREE, FILLING, READY, DOOMED = SlotState
+
+
+class Fill:
+    """What is on its way into a FILLING slot: by a write group, or by one copy (group None).
+
+    reserved, done: bit masks of parts. waiters: read leases that wait, with the index of the key.
+    """
+
+    __slots__ = ("done", "group", "leases", "reserved", "waiters")
+
+    def __init__(self, group: WriteGroup | None) -> None:
+        self.group = group
+        self.reserved = 0
+        self.done = 0
+        self.leases: list[WriteLease] = []
+        self.waiters: list[tuple[ReadLease, int]] = []
+
+
+class Slot:
+    """One slot. Preallocated with its region; changed by `Pool` and by the lease code alone.
+
+    code: the presence code of lookups. holds: see `states`. marked: releasing the last hold needs
+    more than counting (DOOMED, or shelved by the policy). leaving: id of the copy that still reads
+    the former content, 0: none; queued: fills that wait for it. rising: the slot that a promotion
+    fills. saved: an archive has the block. command: the last command that used the block.
+    """
+
+    __slots__ = (
+        "code",
+        "command",
+        "depth",
+        "fill",
+        "generation",
+        "hits",
+        "holds",
+        "key",
+        "leaving",
+        "marked",
+        "number",
+        "parent",
+        "pins",
+        "pool",
+        "queued",
+        "region",
+        "rising",
+        "saved",
+        "space",
+        "state",
+        "touched_ns",
+    )
+
+    def __init__(self, pool: Pool, region: RegionBook, number: int) -> None:
+        self.pool = pool
+        self.region = region
+        self.number = number
+        self.state = FREE
+        self.code = ABSENT
+        self.generation = 0
+        self.holds = 0
+        self.pins = 0
+        self.marked = False
+        self.space: Space | None = None
+        self.key = b""
+        self.parent = b""
+        self.depth = 0
+        self.hits = 0
+        self.touched_ns = 0
+        self.saved = False
+        self.fill: Fill | None = None
+        self.leaving = 0
+        self.queued: list[Copy] = []
+        self.rising: Slot | None = None
+        self.command = 0
+
+    def place(self, offset: int = 0) -> Place:
+        """Where the slot's bytes are."""
+        return Place(self.pool.tier, self.region.info.id, self.number, self.generation, offset)
+
+
+class RegionBook:
+    """One region of a pool: its slots, and what decides whether it can be given up.
+
+    touched_ns: of the youngest touch of any of its slots. leaving: copies that read what its slots
+    held before. blocker: a slot that was seen held, so that the next look begins there.
+    """
+
+    __slots__ = ("blocker", "closing", "info", "leaving", "pool", "slots", "touched_ns")
+
+    def __init__(self, info: Region, pool: Pool, now_ns: int) -> None:
+        self.info = info
+        self.pool = pool
+        self.touched_ns = now_ns
+        self.leaving = 0
+        self.closing = False
+        self.blocker: Slot | None = None
+        self.slots = [Slot(pool, self, number) for number in range(info.slots)]
+
+    def held(self) -> bool:
+        """Whether a slot is held, being filled or doomed. Cheap while the same slot is."""
+        blocker = self.blocker
+        if blocker is not None and (blocker.holds or blocker.state in (FILLING, DOOMED)):
+            return True
+        for slot in self.slots:
+            if slot.holds or slot.state in (FILLING, DOOMED):
+                self.blocker = slot
+                return True
+        self.blocker = None
+        return False
+
+    def empty(self) -> bool:
+        """Whether no slot holds anything."""
+        return all(slot.state is FREE for slot in self.slots)
+
+
+class Pool:
+    """The slots of one size that a tenant has in one tier."""
+
+    def __init__(
+        self,
+        tier: int,
+        tenant: str,
+        slot_bytes: int,
+        policy: Callable[[], EvictionPolicy[Slot]],
+    ) -> None:
+        self.tier = tier
+        self.tenant = tenant
+        self.slot_bytes = slot_bytes
+        self.policy = policy()
+        self.regions: dict[int, RegionBook] = {}
+        self.free: deque[Slot] = deque()
+        self.blocks = 0
+        self.block_bytes = 0
+        self.pinned_bytes = 0
+        self.pressed_at = 0
+
+    # ------------------------------------------------------------------ regions
+
+    def add(self, region: RegionBook) -> None:
+        """Its slots can be taken from now on."""
+        self.regions[region.info.id] = region
+        self.free.extend(region.slots)
+
+    def retire(self, region: RegionBook) -> None:
+        """No slot of it is taken any more; those in use still have to be given back."""
+        region.closing = True
+        del self.regions[region.info.id]
+        self.free = deque(slot for slot in self.free if slot.region is not region)
+
+    # ------------------------------------------------------------------ states of slots
+
+    def _set(self, slot: Slot, state: SlotState) -> None:
+        assert (slot.state, state) in SLOT_MOVES, (slot.state, state)
+        if slot.state is READY:
+            self.blocks -= 1
+            self.block_bytes -= self._block_bytes(slot)
+        slot.state = state
+        if state is READY:
+            slot.code = 1 + self.tier
+            self.blocks += 1
+            self.block_bytes += self._block_bytes(slot)
+        else:
+            slot.code = PENDING if state is FILLING else ABSENT
+
+    @staticmethod
+    def _block_bytes(slot: Slot) -> int:
+        assert slot.space is not None
+        return slot.space.layout.block_bytes
+
+    def begin(
+        self, slot: Slot, space: Space, key: bytes, parent: bytes, depth: int, fill: Fill
+    ) -> None:
+        """FREE -> FILLING under a name and a new generation."""
+        assert not (slot.holds or slot.fill or slot.queued), "slot is in use"
+        slot.generation += 1
+        slot.space, slot.key, slot.parent, slot.depth = space, key, parent, depth
+        slot.hits = 0
+        slot.saved = False
+        slot.fill = fill
+        self._set(slot, FILLING)
+
+    def publish(self, slots: Sequence[Slot], now_ns: int) -> None:
+        """FILLING -> READY, all at once; given from tail to head."""
+        for slot in slots:
+            slot.fill = None
+            slot.touched_ns = now_ns
+            slot.region.touched_ns = now_ns
+            self._set(slot, READY)
+        self.policy.insert(slots, now_ns)
+
+    def leave(self, slot: Slot) -> None:
+        """FILLING | READY -> DOOMED or, if nobody holds it, FREE. Its name is gone already."""
+        self.policy.remove(slot)
+        slot.fill = None
+        if slot.holds:
+            self._set(slot, DOOMED)
+            slot.marked = True
+        else:
+            self._free(slot)
+
+    def unheld(self, slot: Slot) -> None:
+        """The last hold of a marked slot is gone."""
+        slot.marked = False
+        if slot.state is DOOMED:
+            self._free(slot)
+        elif slot.state is READY:
+            self.policy.unshelve(slot)
+
+    def _free(self, slot: Slot) -> None:
+        self._set(slot, FREE)
+        slot.space = None
+        slot.key = slot.parent = b""
+        slot.rising = None
+        slot.marked = False
+        if not slot.region.closing:
+            self.free.append(slot)
+
+    # ------------------------------------------------------------------ use and choice
+
+    def touch(self, slots: Sequence[Slot], now_ns: int) -> None:
+        """READY slots were used; given from tail to head."""
+        for slot in slots:
+            slot.touched_ns = now_ns
+            slot.region.touched_ns = now_ns
+        self.policy.touch(slots, now_ns)
+
+    def victim(self) -> Slot | None:
+        """The coldest slot that nobody holds; held ones on the way are shelved."""
+        while (slot := self.policy.coldest()) is not None:
+            if not slot.holds:
+                return slot
+            self.policy.shelve(slot)
+            slot.marked = True
+        return None
+
+
+def release_holds(slots: Iterable[Slot | None]) -> None:
+    """One hold of each slot ends."""
+    for slot in slots:
+        if slot is not None:
+            slot.holds -= 1
+            if slot.marked and not slot.holds:
+                slot.pool.unheld(slot)

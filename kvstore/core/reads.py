@@ -1,0 +1,299 @@
+"""Reading: lookup, acquire, settle, release, and why a key is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvstore.core.arena import Arena
+from kvstore.core.books import Books
+from kvstore.core.leases import LeaseKind, ReadLease, Session
+from kvstore.core.moves import Moves
+from kvstore.core.pools import Slot, release_holds
+from kvstore.core.spaces import Space
+from kvstore.core.states import SlotState
+from kvstore.model.reasons import Reason
+from kvstore.model.values import Absence, Acquired, LeaseMode, Place, Settled
+
+READY = SlotState.READY
+FILLING = SlotState.FILLING
+
+
+class Reads:
+    """See the module's docstring."""
+
+    def __init__(self, books: Books, moves: Moves) -> None:
+        self.books = books
+        self.moves = moves
+
+    # ------------------------------------------------------------------ no side effect
+
+    def lookup(self, session: Session, space_id: int, keys: Sequence[bytes]) -> bytes:
+        """A presence code a key."""
+        space = self.books.space(session, space_id)
+        if not isinstance(space, Space):
+            return bytes(len(keys))
+        get = space.index.get
+        return bytes([0 if (slot := get(key)) is None else slot.code for key in keys])
+
+    def why_absent(self, session: Session, space_id: int, key: bytes) -> Absence:
+        """Why this key misses; HIT if it does not."""
+        space = self.books.space(session, space_id)
+        if not isinstance(space, Space):
+            why = self.books.spaces.closed_why(space_id, session.tenant)
+            return Absence(why or space)
+        why = self.why(space, key)
+        if why is Reason.MISS_NEVER_STORED:
+            nearest = self.books.spaces.nearest(space.tenant, space.fingerprint, key)
+            if nearest is not None:
+                other, differences = nearest
+                digest = other.fingerprint.digest
+                return Absence(Reason.MISS_INCOMPATIBLE, differences, "", digest)
+        return Absence(why)
+
+    def why(self, space: Space, key: bytes) -> Reason:
+        """What is known of a key in its own space."""
+        slot = space.index.get(key)
+        if slot is not None:
+            return Reason.HIT if slot.state is READY else Reason.MISS_IN_PROGRESS
+        ghost = self.books.ghosts.get(space.id, key)
+        return Reason.MISS_NEVER_STORED if ghost is None else _as_miss(ghost.why)
+
+    # ------------------------------------------------------------------ acquire
+
+    def acquire(
+        self,
+        session: Session,
+        space_id: int,
+        keys: Sequence[bytes],
+        *,
+        mode: LeaseMode,
+        until_ns: int | None,
+        wait: bool,
+        all_or_nothing: bool,
+        below: Mapping[bytes, int],
+        reach: frozenset[int] | None,
+        now_ns: int,
+    ) -> Acquired:
+        """Takes a read lease on what is there, and on what comes if the caller waits."""
+        space = self.books.space(session, space_id)
+        if not isinstance(space, Space):
+            return Acquired(0, False, space)
+        if len(session.leases) >= self.books.limits.leases_per_session_max:
+            return Acquired(0, False, Reason.LIMIT_LEASES)
+        self.books.next_command()
+        view = mode is LeaseMode.VIEW
+        kind = LeaseKind.VIEW if view else LeaseKind.COPY
+        lease = ReadLease(kind, session, space, None if view else until_ns)
+        lease.all_or_nothing = all_or_nothing
+        allowed = self._view_blocks(session, space) if view else len(keys)
+        absent = self._hold_present(lease, keys, reach, allowed, now_ns)
+        if absent:
+            if not wait:
+                below = {}
+            request = _Request(keys, wait, below, reach, allowed, now_ns)
+            if all_or_nothing and not all(self._may_come(lease, i, request) for i in absent):
+                self._explain_first(lease, keys, absent)
+                release_holds(lease.slots)
+                return Acquired(0, False, lease.reasons[min(lease.reasons)])
+            self._fetch_absent(lease, absent, request)
+        return self._grant(lease, now_ns)
+
+    def _grant(self, lease: ReadLease, now_ns: int) -> Acquired:
+        reason = lease.reasons[min(lease.reasons)] if lease.reasons else Reason.OK
+        held = [slot for slot in lease.slots if slot is not None]
+        nothing = not held and not lease.pending
+        if nothing or (lease.all_or_nothing and lease.reasons):
+            lease.ended = True
+            release_holds(held)
+            return Acquired(0, False, reason)
+        self.moves.touch(held, now_ns)
+        if lease.kind is LeaseKind.VIEW:
+            assert lease.session is not None
+            lease.view_bytes = (len(held) + lease.pending) * lease.space.layout.block_bytes
+            lease.session.view_bytes += lease.view_bytes
+        self.books.counters["blocks_acquired"] += len(held)
+        self.books.leases.add(lease)
+        return Acquired(lease.id, not lease.pending, reason)
+
+    def _hold_present(
+        self,
+        lease: ReadLease,
+        keys: Sequence[bytes],
+        reach: frozenset[int] | None,
+        allowed: int,
+        now_ns: int,
+    ) -> list[int]:
+        """Holds what is READY and in reach; gives the indexes of the rest. The hot loop."""
+        slots = lease.slots
+        absent: list[int] = []
+        for index, slot in enumerate(map(lease.space.index.get, keys)):
+            if (
+                slot is not None
+                and slot.state is READY
+                and (reach is None or slot.pool.tier in reach)
+                and allowed > 0
+            ):
+                slot.holds += 1
+                slot.hits += 1
+                allowed -= 1
+                slots.append(slot)
+            else:
+                slots.append(None)
+                absent.append(index)
+        if len(self.books.pools) > 1:
+            self._promote(lease, reach, now_ns)
+        return absent
+
+    def _promote(self, lease: ReadLease, reach: frozenset[int] | None, now_ns: int) -> None:
+        fastest = next((a for a in self.books.pools if reach is None or a.tier in reach), None)
+        if fastest is None:
+            return
+        for slot in lease.slots:
+            if (
+                slot is not None
+                and slot.pool.tier > fastest.tier
+                and slot.pool.policy.promote(slot)
+            ):
+                self.moves.promote(slot, fastest, now_ns)
+
+    def _landing(self, reach: frozenset[int] | None) -> Arena | None:
+        """Where a load goes: the ingest pool, or the slowest pool that the reader reaches."""
+        ingest = self.books.ingest
+        if reach is None or ingest.tier in reach:
+            return ingest
+        return next((a for a in reversed(self.books.pools) if a.tier in reach), None)
+
+    def _view_blocks(self, session: Session, space: Space) -> int:
+        limit = self.books.limits.view_bytes_per_session_max
+        limit = limit or self.books.ingest.capacity_bytes // 4
+        return max(limit - session.view_bytes, 0) // space.layout.block_bytes
+
+    # ------------------------------------------------------------------ what is not there yet
+
+    def _may_come(self, lease: ReadLease, index: int, request: _Request) -> bool:
+        """Whether an absent block could come; no side effect."""
+        slot = lease.space.index.get(request.keys[index])
+        if not request.wait or len(lease.slots) > request.allowed:
+            return False
+        if slot is not None:
+            return True
+        return request.keys[index] in request.below
+
+    def _explain_first(self, lease: ReadLease, keys: Sequence[bytes], absent: list[int]) -> None:
+        for index in absent:
+            why = self.why(lease.space, keys[index])
+            if why is not Reason.HIT:
+                lease.reasons[index] = why
+                return
+        lease.reasons[absent[0]] = Reason.VIEW_LIMIT
+
+    def _fetch_absent(self, lease: ReadLease, absent: list[int], request: _Request) -> None:
+        """Joins what is on its way and starts loads; the first block that stays away gets its
+        reason.
+        """
+        left = request.allowed - (len(lease.slots) - len(absent))
+        space = lease.space
+        for index in absent:
+            key = request.keys[index]
+            slot = space.index.get(key)
+            why = None
+            if left <= 0:
+                why = Reason.VIEW_LIMIT
+            elif slot is None:
+                archive = request.below.get(key)
+                if archive is not None and (space.id, key) not in self.books.forgetting:
+                    slot, why = self._load(space, key, index, archive, request)
+            elif slot.state is READY:
+                slot, why = self._bring_into_reach(slot, request)
+            elif request.reach is not None and slot.pool.tier not in request.reach:
+                slot = None
+            if slot is not None and why is None and request.wait:
+                assert slot.fill is not None
+                slot.fill.waiters.append((lease, index))
+                lease.pending += 1
+                left -= 1
+            elif not lease.reasons:
+                lease.reasons[index] = why or self.why(space, key)
+
+    def _load(
+        self, space: Space, key: bytes, index: int, archive: int, request: _Request
+    ) -> tuple[Slot | None, Reason | None]:
+        arena = self._landing(request.reach)
+        if arena is None:
+            return None, Reason.NOT_SUPPORTED
+        loaded = self.moves.load(space, key, index, archive, arena, request.now_ns)
+        return (loaded, None) if isinstance(loaded, Slot) else (None, loaded)
+
+    def _bring_into_reach(self, slot: Slot, request: _Request) -> tuple[Slot | None, Reason | None]:
+        """A READY block is in no pool that the reader reaches: it is moved down if he waits."""
+        if not request.wait:
+            return None, Reason.MISS_IN_PROGRESS
+        arena = self._landing(request.reach)
+        if arena is None or arena.tier <= slot.pool.tier:
+            return None, Reason.NOT_SUPPORTED
+        lower = self.moves.lower(slot, arena, request.now_ns)
+        return (lower, None) if lower is not None else (None, Reason.NO_SPACE)
+
+    # ------------------------------------------------------------------ settle, release
+
+    def settle(self, lease_id: int) -> Settled:
+        """What the lease holds; what has not come by now is dropped from it."""
+        lease = self.books.leases.get(lease_id)
+        if not isinstance(lease, ReadLease):
+            return Settled([], {0: Reason.LEASE_EXPIRED}, 0)
+        if lease.pending:
+            self._drop_pending(lease)
+        places: list[Place | None] = [
+            None if slot is None else slot.place() for slot in lease.slots
+        ]
+        leased = len(places) - places.count(None)
+        if not leased or (lease.all_or_nothing and leased < len(places)):
+            self.end(lease)
+            return Settled([None] * len(places), lease.reasons, 0)
+        return Settled(places, lease.reasons, leased)
+
+    def _drop_pending(self, lease: ReadLease) -> None:
+        for index, slot in enumerate(lease.slots):
+            if slot is None:
+                lease.reasons.setdefault(index, Reason.MISS_IN_PROGRESS)
+        if lease.view_bytes:
+            assert lease.session is not None
+            bytes_left = lease.pending * lease.space.layout.block_bytes
+            lease.view_bytes -= bytes_left
+            lease.session.view_bytes -= bytes_left
+        lease.pending = 0
+
+    def end(self, lease: ReadLease) -> None:
+        """Every hold of the lease ends."""
+        self.books.leases.remove(lease)
+        if lease.session is not None:
+            lease.session.view_bytes -= lease.view_bytes
+        release_holds(lease.slots)
+        lease.slots = []
+
+
+class _Request:
+    """What an acquire was asked, for those who look for absent blocks."""
+
+    __slots__ = ("allowed", "below", "keys", "now_ns", "reach", "wait")
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        wait: bool,
+        below: Mapping[bytes, int],
+        reach: frozenset[int] | None,
+        allowed: int,
+        now_ns: int,
+    ) -> None:
+        self.keys = keys
+        self.wait = wait
+        self.below = below
+        self.reach = reach
+        self.allowed = allowed
+        self.now_ns = now_ns
+
+
+def _as_miss(why: Reason) -> Reason:
+    """A ghost's reason as the reason of a miss: what was never published was never stored."""
+    return why if why.is_miss else Reason.MISS_NEVER_STORED

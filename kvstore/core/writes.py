@@ -1,0 +1,391 @@
+"""Writing: reserve, commit, abort, and the staging that writers fill.
+
+Nothing of a reservation can be read before its commit, and all of it can after. A block of several
+parts becomes READY when one write group has committed them all; what one rank gives up, loses or
+lets expire, the whole write group loses.
+"""
+
+from __future__ import annotations
+
+from kvstore.core.books import Books, Flight
+from kvstore.core.effects import AssignStaging, UnassignStaging
+from kvstore.core.leases import Session, WriteGroup, WriteLease, WriteState
+from kvstore.core.moves import Moves
+from kvstore.core.pools import Fill, Slot, release_holds
+from kvstore.core.spaces import Space
+from kvstore.core.staging import EXTENT_ALIGN_BYTES, Staging
+from kvstore.core.states import SlotState, SpaceState
+from kvstore.model.layout import Part
+from kvstore.model.reasons import Reason
+from kvstore.model.values import PAGE_BYTES, STAGING, CommitResult, Committed, Place, Reserved
+
+READY = SlotState.READY
+FILLING = SlotState.FILLING
+
+STAGING_IDLE_NS = 10**9
+"""Staging that was not used for so long may be closed for another session."""
+STAGING_PARTS_MIN = 4
+"""Free bytes for so many parts are taken as they are, rather than waiting for a region."""
+
+
+class Writes:
+    """See the module's docstring."""
+
+    def __init__(self, books: Books, moves: Moves) -> None:
+        self.books = books
+        self.moves = moves
+
+    # ------------------------------------------------------------------ reserve
+
+    def reserve(
+        self,
+        session: Session,
+        space_id: int,
+        chain: list[bytes],
+        first: int,
+        part_index: int,
+        attempt: int,
+        until_ns: int,
+        now_ns: int,
+    ) -> Reserved:
+        """Takes as many leading wanted blocks as staging and slots allow."""
+        space = self.books.space(session, space_id)
+        if not isinstance(space, Space):
+            return _refused(space)
+        if not 0 <= part_index < len(space.layout.parts):
+            return _refused(Reason.BAD_PART)
+        part = space.layout.parts[part_index]
+        if self.books.draining:
+            return _refused(Reason.DRAINING, part)
+        if len(session.leases) >= self.books.limits.leases_per_session_max:
+            return _refused(Reason.LIMIT_LEASES, part)
+        found = self._touch_chain(space, chain, now_ns)
+        group = self._group(space, session, attempt)
+        wanted, present, reserved = _offer(found, first, group, 1 << part_index)
+        if not wanted:
+            return Reserved(0, [], [], 0, present, reserved, Reason.OK, part.length)
+        staging = self._staging(session, part.length, now_ns)
+        if not isinstance(staging, Staging):
+            return Reserved(0, [], [], 0, present, reserved, staging, part.length)
+        lease = WriteLease(session, space, group, part_index, chain, staging, until_ns)
+        reason = self._take(lease, wanted, found, now_ns)
+        if not lease.slots:
+            return Reserved(0, [], [], 0, present, reserved, reason, part.length)
+        self.books.leases.add(lease)
+        taken = wanted[: len(lease.slots)]
+        return Reserved(
+            lease.id,
+            taken,
+            lease.offsets,
+            staging.region_id,
+            present,
+            reserved,
+            reason,
+            part.length,
+        )
+
+    def _touch_chain(self, space: Space, chain: list[bytes], now_ns: int) -> list[Slot | None]:
+        """What there is of a chain. It was just used, and this command will not evict it."""
+        command = self.books.next_command()
+        found = list(map(space.index.get, chain))
+        ready = [slot for slot in found if slot is not None and slot.state is READY]
+        for slot in ready:
+            slot.command = command
+        self.moves.touch(ready, now_ns)
+        return found
+
+    def _group(self, space: Space, session: Session, attempt: int) -> WriteGroup:
+        """The write group that is at work under this name, or a new one (not yet entered)."""
+        key = (space.id, session.group, attempt)
+        return space.groups.get(key) or WriteGroup(key)
+
+    def _take(
+        self, lease: WriteLease, wanted: list[int], found: list[Slot | None], now_ns: int
+    ) -> Reason:
+        """Slots and staging for the leading wanted blocks. OK, or why not for all."""
+        space, group, chain = lease.space, lease.group, lease.chain
+        extents = lease.staging.extents
+        length = space.layout.parts[lease.part].length
+        offsets, taken = extents.take(length, len(wanted))
+        reason = Reason.OK if len(offsets) == len(wanted) else Reason.STAGING_BUSY
+        pool = space.pools[self.books.ingest.tier]
+        assert pool is not None
+        for index, _ in zip(wanted, offsets, strict=False):
+            slot = found[index]
+            if slot is None:
+                slot = None if chain[index] in space.index else self.moves.take(pool, now_ns)
+                if slot is None:
+                    reason = Reason.NO_SPACE
+                    break
+                parent = chain[index - 1] if index else b""
+                pool.begin(slot, space, chain[index], parent, index, Fill(group))
+                space.index[chain[index]] = slot
+                group.fills[slot] = None
+            assert slot.fill is not None
+            slot.fill.reserved |= 1 << lease.part
+            slot.fill.leases.append(lease)
+            lease.slots.append(slot)
+            lease.generations.append(slot.generation)
+        if len(lease.slots) < len(offsets):
+            for extent in taken:
+                extents.give(extent)
+            offsets, taken = extents.take(length, len(lease.slots)) if lease.slots else ([], [])
+        lease.offsets, lease.extents = offsets, taken
+        if lease.slots:
+            space.groups[group.key] = group
+            if len(space.layout.parts) > 1:
+                group.sessions.add(lease.session)
+                lease.session.groups.add(group)
+        return reason
+
+    # ------------------------------------------------------------------ staging
+
+    def _staging(self, session: Session, part_bytes: int, now_ns: int) -> Staging | Reason:
+        """The session's staging, made on first use and made anew if its parts grow."""
+        staging = session.staging
+        if staging is not None:
+            if staging.total_bytes >= part_bytes:
+                return staging
+            if staging.extents.used_bytes or staging.copies:
+                return Reason.STAGING_BUSY
+            self.close_staging(session)
+        arena, limits = self.books.ingest, self.books.limits
+        share = int(arena.capacity_bytes * limits.staging_share)
+        if part_bytes > share:
+            return Reason.PART_TOO_LARGE
+        least = _pages(part_bytes)
+        closing = sum(arena.closing.get(r, 0) for r in self.books.staging_closing)
+        left = share - arena.staging_bytes - closing
+        want = min(limits.staging_bytes, arena.capacity_bytes // 8, max(left // 2, 0))
+        want = max(_pages(want), least)
+        if want > left:
+            self._close_idle_staging(now_ns)
+            return Reason.STAGING_BUSY
+        room = arena.room_bytes(session.id)
+        if room < want and room < STAGING_PARTS_MIN * least:
+            regions = arena.press_for_staging(session.id, want, least)
+            for region in regions:
+                self.moves.close_region(region, now_ns)
+            if session.id in arena.claims or room < least:
+                return Reason.STAGING_BUSY
+        return self.open_staging(session, min(want, room), now_ns)
+
+    def open_staging(self, session: Session, total_bytes: int, now_ns: int) -> Staging:
+        """Gives the session staging; its bytes are free."""
+        total_bytes = total_bytes // PAGE_BYTES * PAGE_BYTES
+        region_id = self.books.next_id("region")
+        self.books.ingest.claims.pop(session.id, None)
+        self.books.ingest.add_staging(region_id, total_bytes)
+        self.books.staging_sessions[region_id] = session
+        self.books.effects.append(AssignStaging(region_id, session.id, total_bytes))
+        session.staging = Staging(region_id, total_bytes, now_ns)
+        return session.staging
+
+    def _close_idle_staging(self, now_ns: int) -> None:
+        idle = [
+            (session.staging.idle_ns, session)
+            for session in self.books.staging_sessions.values()
+            if session.staging is not None
+            and not session.staging.extents.used_bytes
+            and not session.staging.copies
+            and now_ns - session.staging.idle_ns >= STAGING_IDLE_NS
+        ]
+        if idle:
+            self.close_staging(min(idle, key=lambda entry: entry[0])[1])
+
+    def close_staging(self, session: Session) -> None:
+        """The session has no staging any more; the region closes when no copy reads it."""
+        staging, session.staging = session.staging, None
+        if staging is not None:
+            staging.closed = True
+            self._retire_if_unread(staging)
+
+    def _retire_if_unread(self, staging: Staging) -> None:
+        if staging.closed and not staging.copies:
+            self.books.ingest.retire_staging(staging.region_id)
+            del self.books.staging_sessions[staging.region_id]
+            self.books.staging_closing.add(staging.region_id)
+            self.books.effects.append(UnassignStaging(staging.region_id))
+
+    def _give_back(self, lease: WriteLease, now_ns: int) -> None:
+        """The lease's ranges are free: they were copied, or their writer has stopped."""
+        staging = lease.staging
+        for extent in lease.extents:
+            staging.extents.give(extent)
+        lease.extents = []
+        if not staging.extents.used_bytes:
+            staging.idle_ns = now_ns
+
+    # ------------------------------------------------------------------ commit
+
+    def commit(self, session: Session, lease_id: int, durable: bool, now_ns: int) -> Committed:
+        """Starts the copies of what is left of the reservation."""
+        lease = self.books.leases.get(lease_id)
+        if not isinstance(lease, WriteLease) or lease.session is not session:
+            return Committed(False, Reason.LEASE_UNKNOWN)
+        if lease.state is WriteState.EXPIRED:
+            self.abort(lease, Reason.LEASE_EXPIRED, now_ns)
+            return Committed(False, Reason.LEASE_EXPIRED)
+        if lease.state is not WriteState.RESERVED:
+            return Committed(lease.told, Reason.OK)
+        if durable:
+            if self.books.archive_below(self.books.ingest.tier) is None:
+                return Committed(False, Reason.NO_DURABLE_TIER)
+            if lease.space.state is SpaceState.HELD:
+                return Committed(False, Reason.HELD_FOR_REVIEW)
+        lease.durable = durable
+        lease.state = WriteState.COPYING
+        self._emit_copies(lease)
+        if not lease.copies:
+            lease.told = True
+            self._copied(lease, now_ns)
+        return Committed(lease.told, Reason.OK)
+
+    def _emit_copies(self, lease: WriteLease) -> None:
+        space = lease.space
+        part = space.layout.parts[lease.part]
+        region = lease.staging.region_id
+        for slot, generation, offset in zip(
+            lease.slots, lease.generations, lease.offsets, strict=True
+        ):
+            if _alive(slot, generation):
+                self.moves.fly(
+                    "commit",
+                    space,
+                    slot.key,
+                    Place(STAGING, region, 0, 0, offset),
+                    slot.place(part.offset),
+                    part.length,
+                    None,
+                    slot,
+                    lease,
+                )
+                lease.copies += 1
+        lease.staging.copies += lease.copies
+
+    def landed(self, flight: Flight, ok: bool, reason: Reason, now_ns: int) -> None:
+        """One copy of a commit is done."""
+        slot, lease = flight.target, flight.lease
+        assert slot is not None
+        assert lease is not None
+        alive = _alive(slot, flight.copy.target.generation)
+        release_holds((slot,))
+        if not ok and alive:
+            self.moves.drop(slot, reason, now_ns)
+        lease.copies -= 1
+        lease.staging.copies -= 1
+        if not lease.copies:
+            self._copied(lease, now_ns)
+        self._retire_if_unread(lease.staging)
+
+    def _copied(self, lease: WriteLease, now_ns: int) -> None:
+        """All copies of the lease are done: what is complete now becomes READY at once."""
+        lease.state = WriteState.COPIED
+        self._give_back(lease, now_ns)
+        complete: list[Slot] = []
+        every_part = (1 << len(lease.space.layout.parts)) - 1
+        for slot, generation in zip(lease.slots, lease.generations, strict=True):
+            if _alive(slot, generation):
+                assert slot.fill is not None
+                slot.fill.done |= 1 << lease.part
+                if slot.fill.done == every_part:
+                    complete.append(slot)
+        if complete:
+            self._publish(lease, complete, now_ns)
+        self.books.counters["commits"] += 1
+        self.moves.tell(lease)
+        if lease.waiting and now_ns >= lease.until_ns:
+            self.moves.abort_group(lease.group, Reason.WRITE_GROUP_FAILED, now_ns)
+
+    def _publish(self, lease: WriteLease, complete: list[Slot], now_ns: int) -> None:
+        """Publishes head to tail given slots; the prompt's head ends up warmest of all of it."""
+        self.moves.publish(complete[::-1], now_ns)
+        self.books.counters["blocks_stored"] += len(complete)
+        found = map(lease.space.index.get, lease.chain)
+        self.moves.touch([s for s in found if s is not None and s.state is READY], now_ns)
+        if lease.durable:
+            for slot in complete:
+                self.moves.save_for(slot, lease)
+
+    def settle_commit(self, lease_id: int) -> CommitResult:
+        """What became of a commit; what still waits goes on without the caller."""
+        lease = self.books.leases.get(lease_id)
+        if not isinstance(lease, WriteLease):
+            return CommitResult(0, 0, 0, Reason.LEASE_UNKNOWN)
+        if lease.state in (WriteState.RESERVED, WriteState.EXPIRED):
+            return CommitResult(0, 0, len(lease.slots), Reason.LEASE_EXPIRED)
+        result = CommitResult(lease.visible, lease.waiting, lease.failed, lease.reason)
+        lease.orphan = True
+        self.moves.drop_if_over(lease)
+        return result
+
+    # ------------------------------------------------------------------ abort, expiry
+
+    def abort(self, lease: WriteLease, why: Reason, now_ns: int) -> None:
+        """The writer has given the lease up. After the commit it only stops waiting for it."""
+        if lease.state in (WriteState.RESERVED, WriteState.EXPIRED):
+            self._give_back(lease, now_ns)
+            lease.orphan = True
+            self.books.leases.remove(lease)
+            self._lose_blocks(lease, why, now_ns)
+        else:
+            lease.orphan = True
+            self.moves.drop_if_over(lease)
+
+    def expire(self, lease: WriteLease, now_ns: int) -> None:
+        """The deadline is over. Keys are free at once; staging ranges only when the writer is known
+        to have stopped, because a slow copy of his may still go there.
+        """
+        if lease.state is WriteState.RESERVED:
+            lease.state = WriteState.EXPIRED
+            self.books.counters["reservations_expired"] += 1
+            self._lose_blocks(lease, Reason.LEASE_EXPIRED, now_ns)
+        elif lease.state is WriteState.COPIED:
+            lease.orphan = True
+            if lease.waiting:
+                self._lose_blocks(lease, Reason.LEASE_EXPIRED, now_ns)
+            self.moves.drop_if_over(lease)
+
+    def _lose_blocks(self, lease: WriteLease, why: Reason, now_ns: int) -> None:
+        """Drops what is unfinished: of the lease, or of the whole write group if it has parts."""
+        if len(lease.space.layout.parts) > 1:
+            if lease.waiting:
+                self.moves.abort_group(lease.group, Reason.WRITE_GROUP_FAILED, now_ns)
+            return
+        for slot, generation in zip(lease.slots, lease.generations, strict=True):
+            if _alive(slot, generation):
+                self.moves.drop(slot, why, now_ns)
+
+
+def _alive(slot: Slot, generation: int) -> bool:
+    """Whether the slot is still being filled for the lease that noted this generation."""
+    return slot.state is FILLING and slot.generation == generation
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-max(size_bytes, EXTENT_ALIGN_BYTES) // PAGE_BYTES) * PAGE_BYTES
+
+
+def _refused(reason: Reason, part: Part | None = None) -> Reserved:
+    return Reserved(0, [], [], 0, 0, 0, reason, 0 if part is None else part.length)
+
+
+def _offer(
+    found: list[Slot | None], first: int, group: WriteGroup, bit: int
+) -> tuple[list[int], int, int]:
+    """Which offered blocks this part is wanted for; how many are present, and being written."""
+    wanted: list[int] = []
+    present = reserved = 0
+    for index in range(first, len(found)):
+        slot = found[index]
+        if slot is None:
+            wanted.append(index)
+            continue
+        fill = slot.fill
+        if fill is None or fill.group is None:
+            present += 1
+        elif fill.group is group and not fill.reserved & bit:
+            wanted.append(index)
+        else:
+            reserved += 1
+    return wanted, present, reserved

@@ -1,0 +1,77 @@
+"""Least recently used, tail first: the plain policy, and the reference for others.
+
+Of two blocks of one prompt the later one goes first, because the core touches a prompt from its
+tail to its head: what is left of a prompt is always a prefix.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from typing import Generic
+
+from kvstore.model.reasons import Reason
+from kvstore.policy.base import E
+
+PROMOTE_HITS = 2
+"""A second hit says that a block is asked for again and again; the first may be the only one."""
+
+
+class Lru(Generic[E]):
+    """An `EvictionPolicy`. Everything is admitted below; the second hit is promoted."""
+
+    def __init__(self) -> None:
+        # Not a plain dict: its first key is found by scanning over all that were deleted before it.
+        self._order: OrderedDict[E, None] = OrderedDict()
+
+    def insert(self, entries: Sequence[E], now_ns: int) -> None:
+        """See `EvictionPolicy`."""
+        order = self._order
+        for entry in entries:
+            order[entry] = None
+            order.move_to_end(entry)
+
+    def touch(self, entries: Sequence[E], now_ns: int) -> None:
+        """See `EvictionPolicy`. One C loop unless an entry was shelved."""
+        try:
+            deque(map(self._order.move_to_end, entries), maxlen=0)
+        except KeyError:
+            self.insert(entries, now_ns)
+
+    def remove(self, entry: E) -> None:
+        """See `EvictionPolicy`."""
+        self._order.pop(entry, None)
+
+    def coldest(self) -> E | None:
+        """See `EvictionPolicy`."""
+        return next(iter(self._order), None)
+
+    def shelve(self, entry: E) -> None:
+        """See `EvictionPolicy`."""
+        del self._order[entry]
+
+    def unshelve(self, entry: E) -> None:
+        """See `EvictionPolicy`."""
+        if entry not in self._order:
+            self._order[entry] = None
+            self._order.move_to_end(entry, last=False)
+
+    def admit(self, entry: E) -> bool:
+        """See `EvictionPolicy`."""
+        return True
+
+    def promote(self, entry: E) -> bool:
+        """See `EvictionPolicy`."""
+        return entry.hits >= PROMOTE_HITS
+
+    def departed(self, entry: E, why: Reason, now_ns: int) -> None:
+        """See `EvictionPolicy`. LRU has no history."""
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[E]:
+        return iter(self._order)
+
+    def __contains__(self, entry: object) -> bool:
+        return entry in self._order
