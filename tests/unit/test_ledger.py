@@ -1,0 +1,226 @@
+"""The durable ledger: it survives, it is exclusive, it never guesses from damage."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from kvstore import ledger as module
+from kvstore.ledger import FILE, LmdbLedger, open_ledger
+from kvstore.model.reasons import Reason, StartError
+
+ROWS = [("epoch", b"model", b"7"), ("review", b"r", bytes(range(256)))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A ledger's folder with ROWS in it."""
+    written = LmdbLedger(str(tmp_path / "state"))
+    written.put_many(ROWS)
+    written.close()
+    return tmp_path / "state"
+
+
+def rows_of(folder: Path) -> list[tuple[str, bytes, bytes]]:
+    opened = LmdbLedger(str(folder))
+    try:
+        return opened.rows()
+    finally:
+        opened.close()
+
+
+def raw(folder: Path) -> lmdb.Environment:
+    return lmdb.open(str(folder / FILE), subdir=False, lock=False)
+
+
+def test_rows_outlive_the_ledger(folder: Path) -> None:
+    assert rows_of(folder) == ROWS
+    assert sorted(os.listdir(folder)) == ["ledger.lock", FILE]
+
+
+def test_files_are_the_owners_alone(folder: Path) -> None:
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / FILE).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.process
+def test_rows_outlive_a_kill(tmp_path: Path) -> None:
+    program = textwrap.dedent("""
+        import os, signal, sys
+        from kvstore.ledger import LmdbLedger
+        ledger = LmdbLedger(sys.argv[1])
+        ledger.put_many([("epoch", b"model", b"7")])
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    assert subprocess.run(command, env=environment, check=False).returncode == -9
+    assert rows_of(tmp_path) == [("epoch", b"model", b"7")]
+
+
+def test_one_daemon_a_folder(folder: Path) -> None:
+    first = LmdbLedger(str(folder))
+    with pytest.raises(StartError) as refused:
+        LmdbLedger(str(folder))
+    assert refused.value.reason is Reason.START_LOCKED
+    assert refused.value.setting == "state.path"
+    first.put_many([("epoch", b"more", b"1")])
+    first.close()
+    assert len(rows_of(folder)) == 3
+
+
+def test_a_folder_that_cannot_be_used_is_a_start_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StartError) as refused:
+            open_ledger(str(path))
+        assert refused.value.reason is Reason.START_DISK
+        assert refused.value.setting == "state.path"
+
+
+def test_a_file_that_cannot_be_opened_is_not_set_aside(folder: Path) -> None:
+    (folder / FILE).rename(folder / "kept")
+    (folder / FILE).mkdir()
+    with pytest.raises(StartError) as refused:
+        LmdbLedger(str(folder))
+    assert refused.value.reason is Reason.START_DISK
+    assert sorted(os.listdir(folder)) == ["kept", "ledger.lock", FILE]
+    (folder / FILE).rmdir()
+    (folder / "kept").rename(folder / FILE)
+    assert rows_of(folder) == ROWS  # and the lock was given back
+
+
+# ---------------------------------------------------------------- damage
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / FILE, 2 * 4096)
+
+
+def cut_in_the_header(folder: Path) -> None:
+    os.truncate(folder / FILE, 100)
+
+
+def overwrite_header(folder: Path) -> None:
+    with (folder / FILE).open("r+b") as file:
+        file.write(b"not a ledger" * 1000)
+
+
+def flip_a_value(folder: Path) -> None:
+    data = bytearray((folder / FILE).read_bytes())
+    at = data.index(bytes(range(256))) + 17
+    data[at] ^= 1
+    (folder / FILE).write_bytes(data)
+
+
+def swap_rows(folder: Path) -> None:
+    with raw(folder) as env, env.begin(write=True) as transaction:
+        stored = transaction.get(b"epoch\0model")
+        assert stored is not None
+        transaction.put(b"epoch\0other", stored)
+
+
+def future_format(folder: Path) -> None:
+    name = b"\0format"
+    with raw(folder) as env, env.begin(write=True) as transaction:
+        transaction.put(name, module._seal(name, (module.FORMAT + 1).to_bytes(4, "little")))
+
+
+def no_format(folder: Path) -> None:
+    with raw(folder) as env, env.begin(write=True) as transaction:
+        transaction.delete(b"\0format")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (truncate, "truncated"),
+        (cut_in_the_header, "InvalidError"),
+        (overwrite_header, "InvalidError"),
+        (flip_a_value, "bad-checksum"),
+        (swap_rows, "bad-checksum"),
+        (future_format, "format-2"),
+        (no_format, "no-format"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_what_cannot_be_trusted_is_set_aside_whole(folder: Path, damage, reason) -> None:  # type: ignore[no-untyped-def]
+    damage(folder)
+    before = (folder / FILE).read_bytes()
+    opened = LmdbLedger(str(folder))
+    assert opened.rows() == []
+    assert reason in opened.set_aside
+    aside = folder / f"{FILE}.aside-1-{reason}"
+    assert str(aside) in opened.set_aside
+    assert aside.read_bytes() == before
+    opened.put_many(ROWS[:1])
+    opened.close()
+    again = LmdbLedger(str(folder))
+    assert (again.rows(), again.set_aside) == (ROWS[:1], "")
+    again.close()
+
+
+def test_every_file_set_aside_is_kept(folder: Path) -> None:
+    for _ in range(3):
+        future_format(folder)
+        LmdbLedger(str(folder)).close()
+    kept = [name for name in os.listdir(folder) if "aside" in name]
+    assert sorted(kept) == [f"{FILE}.aside-{n}-format-2" for n in (1, 2, 3)]
+
+
+# ---------------------------------------------------------------- room
+
+
+@contextlib.contextmanager
+def files_no_larger_than(size_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_write_that_fails_writes_nothing_and_the_next_one_works(folder: Path) -> None:
+    opened = LmdbLedger(str(folder))
+    big = [("space", bytes([number]), bytes(4096)) for number in range(100)]
+    with (
+        files_no_larger_than(64 << 10),
+        pytest.raises(OSError, match="Input/output error") as failed,
+    ):
+        opened.put_many([("epoch", b"model", b"8"), *big])
+    assert failed.value.errno == errno.EIO
+    assert opened.rows() == ROWS
+    opened.put_many([("epoch", b"model", b"8"), *big])
+    assert len(opened.rows()) == 102
+    opened.close()
+    assert len(rows_of(folder)) == 102
+
+
+def test_the_file_grows_beyond_its_first_size(tmp_path: Path) -> None:
+    opened = LmdbLedger(str(tmp_path))
+    size = module._MAP_BYTES // 2
+    for number in range(4):
+        opened.put_many([("space", bytes([number]), bytes([number]) * size)])
+    opened.close()
+    rows = rows_of(tmp_path)
+    assert [(key, len(value), set(value)) for _, key, value in rows] == [
+        (bytes([number]), size, {number}) for number in range(4)
+    ]
+
+
+def test_a_closed_ledger_says_so(folder: Path) -> None:
+    closed = LmdbLedger(str(folder))
+    closed.close()
+    with pytest.raises(OSError, match="closed"):
+        closed.put_many(ROWS)
