@@ -80,14 +80,19 @@ def _load(config_path: str | None, arguments: Sequence[str]) -> Settings:
     return load(config_path, os.environ, parse_flags(arguments))
 
 
+def exit_code(error: StartError) -> int:
+    """Tells the error on stderr, in one line that names the setting; the process's exit code."""
+    where = f"{error.setting}: " if error.setting else ""
+    sys.stderr.write(f"kvstored: {where}{error.detail}\n")
+    return EXIT_LOCKED if error.reason is Reason.START_LOCKED else EXIT_SETTINGS
+
+
 def main() -> None:
     """Entry point of the command."""
     try:
-        cli.main(prog_name="kvstored", standalone_mode=True)
+        cli.main(prog_name="kvstored")
     except StartError as error:
-        where = f"{error.setting}: " if error.setting else ""
-        sys.stderr.write(f"kvstored: {where}{error.detail}\n")
-        sys.exit(EXIT_LOCKED if error.reason is Reason.START_LOCKED else EXIT_SETTINGS)
+        sys.exit(exit_code(error))
 
 
 if __name__ == "__main__":
