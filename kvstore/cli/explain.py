@@ -59,8 +59,11 @@ def command(
         _print(reply, by_fingerprint=space_id is None)
     verdict = convert.verdict_from_wire(reply.verdict)
     matches = space_id is not None or verdict in (Verdict.MATCH, Verdict.CONVERTIBLE)
-    present = all(Reason.from_wire(key.reason) in _THERE for key in reply.keys)
-    if not (matches and present):
+    asked = len(request.keys) // 32
+    present = sum(Reason.from_wire(key.reason) in _THERE for key in reply.keys)
+    if len(reply.keys) < asked and not daemon.as_json:
+        click.echo("no space has this fingerprint, so it holds none of the keys")
+    if not matches or present < asked:
         raise click.exceptions.Exit(1)
 
 
@@ -111,7 +114,7 @@ def _print(reply: store_pb2.ExplainReply, *, by_fingerprint: bool) -> None:
         verdict = convert.verdict_from_wire(reply.verdict)
         click.echo(f"verdict: {verdict.value}")
         click.echo(f"reason:  {reason.name} ({reason.origin.value}): {reason.text}")
-        if reply.detail:
+        if reply.detail not in ("", reason.text):
             click.echo(f"         {reply.detail}")
     _print_differences(convert.differences_from_wire(reply.differences), "")
     for key in reply.keys:
@@ -123,7 +126,7 @@ def _print(reply: store_pb2.ExplainReply, *, by_fingerprint: bool) -> None:
             facts.append(f"tier {key.tier}, generation {key.generation}, {key.leases} leases")
         if key.age_s >= 0:
             facts.append(f"last event {show.seconds(key.age_s)} ago")
-        if key.detail:
+        if key.detail not in ("", why.text):
             facts.append(key.detail)
         for fact in facts:
             click.echo(f"  {fact}")

@@ -302,6 +302,8 @@ def test_explain_a_fingerprint(ask: Run, admin: FakeAdmin, tmp_path: Path) -> No
     )
     fields = json.loads(ask("explain", "--fingerprint", str(file), "--json").output)
     assert fields["verdict"] == "match"
+    output = ask("explain", "--fingerprint", str(file), KEY, code=1).output
+    assert "holds none of the keys" in output
 
 
 @pytest.mark.parametrize(
