@@ -323,7 +323,8 @@ def test_keys_are_checked_and_can_be_piped(ask: Run, admin: FakeAdmin) -> None:
         assert "64 hexadecimal digits" in ask("explain", "--space", "1", bad, code=2).stderr
     assert "at least one key" in ask("explain", "--space", "1", code=2).stderr
     assert "one of --space" in ask("explain", code=2).stderr
-    admin.replies["Explain"] = explained(Reason.HIT)
+    there = store_pb2.KeyExplanation(key="abababab", reason=reason(Reason.HIT))
+    admin.replies["Explain"] = store_pb2.ExplainReply(keys=[there, there])
     ask("explain", "--space", "1", "-", input=f"{KEY}\n{'cd' * 32}\n")
     assert admin.the_request("Explain").keys == bytes.fromhex(KEY + "cd" * 32)
 
