@@ -49,7 +49,6 @@ from kvstore_server.tracefile import TraceFile, TracingRing
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-GROW_EVERY_S = 5.0
 DRAIN_POLL_S = 0.02
 STORE_SERVICE = "kvstore.v1.Store"
 ADMIN_SERVICE = "kvstore.v1.Admin"
@@ -191,13 +190,8 @@ class App:
     # ---------------------------------------------------------------- serve
 
     async def _main_loop(self) -> None:
-        grow_at_ns = 0
         while not self._stop.is_set():
             self._store.tick()
-            now_ns = self._clock.monotonic_ns()
-            if self._parts.is_smaller and now_ns >= grow_at_ns:
-                self._parts.grow()
-                grow_at_ns = now_ns + int(GROW_EVERY_S * 1e9)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), TICK_S)
 
