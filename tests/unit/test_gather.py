@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -132,6 +133,31 @@ def test_a_busy_executor_is_not_waited_for() -> None:
     gather.copy_blocks([(REGIONS[1], [3, 2, 1, 0])], out, executor=pool, parallel_bytes=1)
     assert (out == REGIONS[1][::-1]).all()
     assert pool.given == 1
+
+
+class SlowFuture(Future[Any]):
+    """A call that runs only while somebody waits for it."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def cancel(self) -> bool:
+        return False
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self._call()
+
+
+class SlowExecutor(Executor):
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return SlowFuture(lambda: fn(*args, **kwargs))
+
+
+def test_the_other_half_is_waited_for() -> None:
+    out = np.zeros((4, SLOT), np.uint8)
+    gather.copy_blocks([(REGIONS[1], [3, 2, 1, 0])], out, executor=SlowExecutor(), parallel_bytes=1)
+    assert (out == REGIONS[1][::-1]).all()
 
 
 def test_small_batches_stay_on_the_callers_thread() -> None:

@@ -182,6 +182,8 @@ def test_memory_in_the_making_gives_way_too() -> None:
     tier = HostTier(total, region_bytes=total, mlock="off")
     tier.work()
     tier.assign(region_of(1, total))
+    tier.work()
+    assert mappings() == 1
     warm(tier)
     stats = tier.stats()
     assert (stats.assigned_bytes, stats.stock_bytes) == (total, 0)

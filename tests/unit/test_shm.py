@@ -381,8 +381,10 @@ def test_mappings_stay_out_of_dumps_and_children(
 @pytest.mark.process
 def test_a_forked_child_neither_touches_nor_unmaps() -> None:
     program = textwrap.dedent("""
-        import os
+        import ctypes, mmap, os
         from kvstore import shm
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
         kept, inherited = (shm.create_region(1 << 16, n) for n in ("kept", "inherited"))
         inherited.map.u8[0] = 5
         shm.dontfork(kept.map)
@@ -395,7 +397,13 @@ def test_a_forked_child_neither_touches_nor_unmaps() -> None:
                 good = False
             except ValueError:
                 pass
+            # What the child has at that address by now is none of the region's business.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+            where = ctypes.c_void_p(kept.map.address)
+            assert libc.mmap(where, ctypes.c_size_t(1 << 16), 3, flags, -1, 0) == where.value
+            ctypes.memset(where, 1, 1 << 16)
             good = good and inherited.map.u8[0] == 5 and kept.close()
+            good = good and ctypes.string_at(where, 1) == bytes([1])
             os._exit(0 if good and inherited.close() else 1)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         kept.map.u8[0] = 1
