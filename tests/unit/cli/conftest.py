@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -86,6 +87,14 @@ def admin(folder: Path) -> Iterator[FakeAdmin]:
     server.stop(0).wait()
 
 
+def runner() -> CliRunner:
+    """A runner that keeps standard error apart; click before 8.2 has to be told."""
+    options: dict[str, Any] = {}
+    if "mix_stderr" in inspect.signature(CliRunner).parameters:
+        options["mix_stderr"] = False
+    return CliRunner(**options)
+
+
 @pytest.fixture
 def run() -> Run:
     """Runs `kvstore ARGUMENTS`; a bug in a command raises here."""
@@ -96,7 +105,7 @@ def run() -> Run:
         input: str | None = None,
         env: dict[str, str] | None = None,
     ) -> Result:
-        result = CliRunner().invoke(main, list(arguments), input=input, env=env)
+        result = runner().invoke(main, list(arguments), input=input, env=env)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         assert result.exit_code == code, result.output
