@@ -39,7 +39,7 @@ from kvstore.ledger import Ledger
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.hits import ABSENT, leading_run
 from kvstore.model.layout import Layout
-from kvstore.model.reasons import KVStoreError, Reason
+from kvstore.model.reasons import BadRequest, KVStoreError, Reason
 from kvstore.model.values import (
     CommitResult,
     CoreStats,
@@ -63,9 +63,7 @@ class Mover(Protocol):
     """What runs the core's copies (kvstore.mover); completions come back through
     `Store.copies_done`."""
 
-    def submit(self, copies: Sequence[Copy]) -> None: ...
-
-    def forget(self, effect: Forget) -> None: ...
+    def submit(self, moves: Sequence[Copy | Forget]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -295,10 +293,15 @@ class Store:
     def space_of(self, session: Session, space_id: int) -> tuple[Layout, bytes]:
         """(layout, fingerprint digest) of a space that this session may use.
 
-        Raises KVStoreError: SPACE_UNKNOWN (never given to this tenant: the same answer for
-        another's), SPACE_CLOSED.
+        Raises BadRequest(SPACE_UNKNOWN): never given to this tenant, and the same for another's;
+        KVStoreError(SPACE_CLOSED): it was, until it was closed.
         """
-        return self.core.space_of(session.id, space_id)
+        space = self.core.space_of(session.id, space_id)
+        if space is Reason.SPACE_UNKNOWN:
+            raise BadRequest(Reason.SPACE_UNKNOWN, "no such space of this tenant; open it first")
+        if isinstance(space, Reason):
+            raise KVStoreError(Reason.SPACE_CLOSED, f"closed: {space.name}; open it again")
+        return space.layout, space.fingerprint.digest
 
     # ------------------------------------------------------------------ reading
 
@@ -488,17 +491,17 @@ class Store:
     # ------------------------------------------------------------------ effects
 
     def _run(self) -> None:
-        copies: list[Copy] = []
+        moves: list[Copy | Forget] = []
         while effects := self.core.effects():
             for effect in effects:
-                self._apply(effect, copies)
-        if copies:
-            self._mover.submit(copies)
+                self._apply(effect, moves)
+        if moves:
+            self._mover.submit(moves)
         self._save_rows()
 
-    def _apply(self, effect: Effect, copies: list[Copy]) -> None:
-        if isinstance(effect, Copy):
-            copies.append(effect)
+    def _apply(self, effect: Effect, moves: list[Copy | Forget]) -> None:
+        if isinstance(effect, Copy | Forget):
+            moves.append(effect)  # in order: a name may be saved, dropped and saved anew
         elif isinstance(effect, Ready):
             waiter = self._waiters.get(effect.lease_id)
             if waiter is not None and not waiter.done():
@@ -512,8 +515,6 @@ class Store:
             self._close_region(effect.region_id)
         elif isinstance(effect, Persist):
             self._rows.append(effect)
-        elif isinstance(effect, Forget):
-            self._mover.forget(effect)
 
     async def _ready(self, lease_id: int, wait_ns: int) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

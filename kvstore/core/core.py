@@ -66,6 +66,16 @@ class Core:
         self._writes = Writes(self.books, self.moves)
         self._decisions = Decisions(self.books, self.moves)
 
+    @property
+    def tiers(self) -> tuple[TierSpec, ...]:
+        """Fastest first."""
+        return self.books.tiers
+
+    @property
+    def limits(self) -> CoreLimits:
+        """The bounds that hold."""
+        return self.books.limits
+
     # ------------------------------------------------------------------ sessions
 
     def begin_session(self, tenant: str, group: bytes, now_ns: int) -> int:
@@ -120,6 +130,13 @@ class Core:
         if known is None:
             raise BadRequest(Reason.SESSION_UNKNOWN, "attach first", "session")
         return self._decisions.open(known, fingerprint, now_ns)
+
+    def space_of(self, session: int, space_id: int) -> Space | Reason:
+        """The space that a session names, to be looked at only; or what it is told instead: the
+        same for another tenant's space as for one that never was.
+        """
+        known = self._session(session)
+        return Reason.SESSION_UNKNOWN if known is None else self.books.space(known, space_id)
 
     def explain_offer(self, tenant: str, group: bytes, fingerprint: Fingerprint) -> Opening:
         """What `open` would answer. space_id 0 with verdict MATCH or HELD: it would make one."""
@@ -204,6 +221,17 @@ class Core:
             self._reads.end(lease)
         else:
             self._writes.abort(lease, Reason.ABORTED, now_ns)
+
+    def leased_bytes(self, session: int, lease_id: int, blocks: int) -> int:
+        """Bytes of `blocks` blocks of a read lease, at most of all that it holds; 0 if it is none
+        of the session's group.
+        """
+        known, lease = self._session(session), self.books.leases.get(lease_id)
+        if known is None or not isinstance(lease, ReadLease) or lease.session is None:
+            return 0
+        if lease.session.group_key != known.group_key:
+            return 0
+        return min(blocks, len(lease.slots)) * lease.space.layout.block_bytes
 
     # ------------------------------------------------------------------ writing
 

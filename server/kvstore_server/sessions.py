@@ -161,9 +161,10 @@ def explain_keys(
 def _explained(
     store: Store, tenant: str, space_id: int, keys: Iterable[bytes]
 ) -> list[pb.KeyExplanation]:
+    now_ns = store.clock.monotonic_ns()
     explained = []
     for key in keys:
-        found = store.core.explain(tenant, space_id, key)
+        found = store.core.explain(tenant, space_id, key, now_ns)
         explained.append(
             pb.KeyExplanation(
                 key=short(key),
