@@ -24,7 +24,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvstore.model.reasons import Reason
-from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
+from kvstore.shm import recv_frame, send_frame
+from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, fd_pb2, store_pb2, store_pb2_grpc
 from tests.daemon import Daemon, DaemonDied, make_daemon, start_daemon
 
 pytestmark = pytest.mark.process
@@ -72,7 +73,7 @@ def _reserve(stub: store_pb2_grpc.StoreStub, session: bytes) -> store_pb2.Reserv
             element_order="layer,kv,head,token,dim",
             layout_version="1",
             attention_backend="test",
-            codec="none",
+            cpu_isa="test",
         ),
         placement=store_pb2.Placement(tensor_parallel=1, pipeline_parallel=1, context_parallel=1),
     )
@@ -340,51 +341,47 @@ def test_under_load_every_call_ends_or_is_unavailable(daemons: Daemons) -> None:
 def test_a_write_that_is_under_way_gets_the_grace_and_readiness_is_withdrawn(
     daemons: Daemons,
 ) -> None:
-    daemon = daemons(server__drain_grace_s=2)
+    daemon = daemons(server__drain_grace_s=20)
     with _channel(daemon.data_socket) as channel:
         stub = store_pb2_grpc.StoreStub(channel)
-        client = _FdClient(daemon, stub)
-        reserved = _reserve(stub, client.session)
-        begin = time.monotonic()
-        daemon.signal(signal.SIGTERM)
-        _until(lambda: _get(f"{daemon.http_url}/readyz") == (503, "draining\n"))
-        assert _get(f"{daemon.http_url}/healthz")[0] == 200
-        assert _health(daemon.data_socket) == health_pb2.HealthCheckResponse.NOT_SERVING
-        stub.Abort(
-            store_pb2.AbortRequest(session=client.session, lease_id=reserved.lease_id),
-            timeout=CALL_S,
-        )
-        assert daemon.wait() == 0
-        assert time.monotonic() - begin < 2.0  # the write ended: no need to wait for the grace
-        client.close()
+        with _fd_client(daemon, stub) as session:
+            reserved = _reserve(stub, session)
+            daemon.signal(signal.SIGTERM)
+            _until(lambda: _get(f"{daemon.http_url}/readyz") == (503, "draining\n"))
+            assert _get(f"{daemon.http_url}/healthz")[0] == 200
+            assert _health(daemon.data_socket) == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert daemon.alive
+            abort = store_pb2.AbortRequest(session=session, lease_id=reserved.lease_id)
+            begin = time.monotonic()
+            assert stub.Abort(abort, timeout=CALL_S).known
+            assert daemon.wait() == 0
+            assert time.monotonic() - begin < 2.0  # the write ended: nothing to wait for
 
 
 def test_a_write_that_never_ends_is_cut_at_the_grace(daemons: Daemons) -> None:
     daemon = daemons(server__drain_grace_s=1)
     with _channel(daemon.data_socket) as channel:
         stub = store_pb2_grpc.StoreStub(channel)
-        client = _FdClient(daemon, stub)
-        _reserve(stub, client.session)
-        begin = time.monotonic()
-        daemon.signal(signal.SIGTERM)
-        assert daemon.wait() == 0
-        assert 0.9 < time.monotonic() - begin < 2.5
-        client.close()
+        with _fd_client(daemon, stub) as session:
+            _reserve(stub, session)
+            begin = time.monotonic()
+            daemon.signal(signal.SIGTERM)
+            assert daemon.wait() == 0
+            assert 0.9 < time.monotonic() - begin < 2.5
 
 
 def test_a_second_signal_ends_it_at_once(daemons: Daemons) -> None:
     daemon = daemons(server__drain_grace_s=60)
     with _channel(daemon.data_socket) as channel:
         stub = store_pb2_grpc.StoreStub(channel)
-        client = _FdClient(daemon, stub)
-        _reserve(stub, client.session)
-        daemon.signal(signal.SIGTERM)
-        _until(lambda: _get(f"{daemon.http_url}/readyz")[0] == 503)
-        begin = time.monotonic()
-        daemon.signal(signal.SIGTERM)
-        assert daemon.wait() == 0
-        assert time.monotonic() - begin < 2.0
-        client.close()
+        with _fd_client(daemon, stub) as session:
+            _reserve(stub, session)
+            daemon.signal(signal.SIGTERM)
+            _until(lambda: _get(f"{daemon.http_url}/readyz")[0] == 503)
+            begin = time.monotonic()
+            daemon.signal(signal.SIGTERM)
+            assert daemon.wait() == 0
+            assert time.monotonic() - begin < 2.0
     assert "Traceback" not in daemon.log()
 
 
@@ -446,22 +443,17 @@ def _until(what: Callable[[], object], deadline_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-class _FdClient:
-    """A session that lives by its fd socket, as an engine's does, so that it outlasts its
-    stream."""
-
-    def __init__(self, daemon: Daemon, stub: store_pb2_grpc.StoreStub) -> None:
-        from kvstore.shm import recv_frame, send_frame
-        from kvstore.wire.v1 import fd_pb2
-
-        self._stream, welcome = _attach(stub)
-        self.session = welcome.session
-        self._sock = socket.socket(socket.AF_UNIX)
-        self._sock.connect(f"{daemon.data_socket}.fd")
-        hello = fd_pb2.FdRequest(seq=1, hello=fd_pb2.FdHello(session=self.session))
-        send_frame(self._sock, hello.SerializeToString())
-        frame, _ = recv_frame(self._sock)
+@contextmanager
+def _fd_client(daemon: Daemon, stub: store_pb2_grpc.StoreStub) -> Iterator[bytes]:
+    """The secret of a session that lives by its fd socket, as an engine's does: it outlasts its
+    stream.
+    """
+    stream, welcome = _attach(stub)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(f"{daemon.data_socket}.fd")
+        hello = fd_pb2.FdRequest(seq=1, hello=fd_pb2.FdHello(session=welcome.session))
+        send_frame(sock, hello.SerializeToString())
+        frame, _ = recv_frame(sock)
         assert Reason(fd_pb2.FdReply.FromString(frame).reason) is Reason.OK
-
-    def close(self) -> None:
-        self._sock.close()
+        yield welcome.session
+    stream.cancel()
