@@ -14,7 +14,7 @@ import pytest
 from tests.tidy import source
 
 PACKAGES = ("model", "policy", "core", "tiers", "wire", "testing", "cli")
-MODULES = ("shm", "gather", "config", "clock", "mover", "store", "simulate")
+MODULES = ("shm", "gather", "config", "clock", "mover", "ledger", "store", "simulate")
 
 HEAVY = (
     "accelerate",
