@@ -136,7 +136,7 @@ class App:
             )
         admin = AdminServicer(
             store,
-            Boundary(store, self._metrics, self._ring, limits),
+            Boundary(store, self._metrics, None, limits),
             metrics=self._metrics,
             ring=self._ring,
             config_toml=render_toml(self._settings),

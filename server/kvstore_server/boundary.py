@@ -56,12 +56,20 @@ class Call:
 class Boundary:
     """Runs the bodies of one servicer's calls. Belongs to the event loop's thread."""
 
-    def __init__(self, store: Store, metrics: Metrics, ring: Ring, limits: Limits) -> None:
+    def __init__(self, store: Store, metrics: Metrics, ring: Ring | None, limits: Limits) -> None:
+        """`ring` None: calls are counted, but leave no record, as the operator's own."""
         self.store = store
         self.metrics = metrics
         self.ring = ring
         self.limits = limits
         self.warn = Throttled(log, store.clock)
+        # What a record names as the settings that applied.
+        self._settings = (
+            ("limits.keys_per_call_max", limits.keys_per_call_max),
+            ("limits.lease_ttl_ms", limits.lease_ttl_ms),
+            ("limits.reserve_ttl_ms", limits.reserve_ttl_ms),
+            ("host.staging_bytes", limits.staging_bytes),
+        )
         self._active = 0
 
     async def run(
@@ -179,7 +187,12 @@ class Boundary:
         left_s = cast("float | None", context.time_remaining())  # None without a deadline
         left_ns = WAIT_NS_DEFAULT if left_s is None else int(left_s * 1e9)
         record = RecordBuilder(
-            op, request_id[:TEXT_BYTES_MAX], tenant, now_ns, self.store.clock.wall_s()
+            op,
+            request_id[:TEXT_BYTES_MAX],
+            tenant,
+            now_ns,
+            self.store.clock.wall_s(),
+            settings=self._settings,
         )
         return Call(None, now_ns + left_ns, record)
 
@@ -210,7 +223,8 @@ class Boundary:
     def _finish(self, op: str, call: Call) -> None:
         now_ns = self.store.clock.monotonic_ns()
         record = call.record.finish(call.reason, now_ns)
-        self.ring.append(record)
+        if self.ring is not None:
+            self.ring.append(record)
         self.metrics.request(op, call.reason, call.tier, record.elapsed_us / 1e6)
 
 

@@ -55,6 +55,10 @@ class ReadCalls:
                 )
             )
             replies.append(self._group_hit(call, query.space_id, keys, presence, digest))
+        first = request.queries[0]
+        call.record.prompt(
+            first.space_id, first.keys, layouts[0].block_tokens, request.prompt_tokens
+        )
         self._boundary.stage(call, "preconditions")
         tokens = agreed_tokens(groups)
         advice = self._advise(request.prompt_tokens, layouts, groups[0].codes, tokens, cost)
@@ -123,6 +127,7 @@ class ReadCalls:
         layout, digest = self._store.space_of(session, request.space_id)
         view = request.mode == pb.LEASE_MODE_VIEW
         ttl_ms = ttl(request.ttl_ms, self._limits.lease_ttl_ms)
+        call.record.prompt(request.space_id, request.keys, layout.block_tokens)
         self._boundary.stage(call, "preconditions")
         leased = await self._store.acquire(
             session,
@@ -188,6 +193,7 @@ class ReadCalls:
         keys = self._boundary.keys(request.keys)
         session = call.the_session()
         layout, digest = self._store.space_of(session, request.space_id)
+        call.record.prompt(request.space_id, request.keys, layout.block_tokens)
         self._boundary.stage(call, "preconditions")
         leased = await self._store.acquire(
             session,

@@ -49,7 +49,8 @@ class WriteCalls:
                 Reason.BAD_SIZE, f"first_block {request.first_block} is beyond {len(chain)} keys"
             )
         session = call.the_session()
-        self._store.space_of(session, request.space_id)
+        layout, _ = self._store.space_of(session, request.space_id)
+        call.record.prompt(request.space_id, request.chain, layout.block_tokens)
         self._boundary.stage(call, "preconditions")
         reserved = self._store.reserve(
             session,
