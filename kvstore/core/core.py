@@ -16,8 +16,13 @@ from kvstore.core.decisions import Decisions
 from kvstore.core.effects import Effect
 from kvstore.core.leases import ReadLease, Session, WriteLease
 from kvstore.core.moves import Moves
+from kvstore.core.names import Names
+from kvstore.core.openings import Openings
+from kvstore.core.pins import Pins
 from kvstore.core.pools import Pool, Slot
 from kvstore.core.reads import Reads
+from kvstore.core.reviews import Reviews
+from kvstore.core.rows import Rows
 from kvstore.core.spaces import Space
 from kvstore.core.writes import Writes
 from kvstore.model.fingerprint import Fingerprint
@@ -53,6 +58,12 @@ GROUP_BYTES_MAX = 64
 class Core:
     """All state of blocks, leases, spaces and decisions. See the module's docstring."""
 
+    # A test plants a bug in one of them, to see that the simulation notices.
+    names_type: type[Names] = Names
+    moves_type: type[Moves] = Moves
+    reads_type: type[Reads] = Reads
+    writes_type: type[Writes] = Writes
+
     def __init__(
         self,
         tiers: Sequence[TierSpec],
@@ -60,11 +71,16 @@ class Core:
         limits: CoreLimits | None = None,
         policy: Callable[[], EvictionPolicy[Slot]] = Lru,
     ) -> None:
-        self.books = Books(tiers, tenants, limits or CoreLimits(), policy)
-        self.moves = Moves(self.books)
-        self._reads = Reads(self.books, self.moves)
-        self._writes = Writes(self.books, self.moves)
-        self._decisions = Decisions(self.books, self.moves)
+        books = Books(tiers, tenants, limits or CoreLimits(), policy)
+        rows, reviews = Rows(books), Reviews()
+        self.books = books
+        self._names = self.names_type(books)
+        self._moves = self.moves_type(books, self._names)
+        self._reads = self.reads_type(books, self._moves)
+        self._writes = self.writes_type(books, self._moves)
+        self._openings = Openings(books, self._moves, rows, reviews)
+        self._decisions = Decisions(books, self._openings, rows, reviews)
+        self._pins = Pins(books)
 
     @property
     def tiers(self) -> tuple[TierSpec, ...]:
@@ -110,14 +126,14 @@ class Core:
         for lease in list(ended.leases.values()):
             self._end_lease(lease, now_ns)
         for group in list(ended.groups):
-            self.moves.abort_group(group, Reason.WRITE_GROUP_FAILED, now_ns)
+            self._names.abort_group(group, Reason.WRITE_GROUP_FAILED, now_ns)
         books.ingest.claims.pop(ended.id, None)
         self._writes.close_staging(ended)
         peers = books.group_sessions[ended.group_key]
         peers.discard(ended.id)
         if not peers:
             del books.group_sessions[ended.group_key]
-            self._decisions.end_group(ended.group_key, now_ns)
+            self._openings.end_group(ended.group_key, now_ns)
 
     def _session(self, session: int) -> Session | None:
         return self.books.sessions.get(session)
@@ -129,7 +145,7 @@ class Core:
         known = self._session(session)
         if known is None:
             raise BadRequest(Reason.SESSION_UNKNOWN, "attach first", "session")
-        return self._decisions.open(known, fingerprint, now_ns)
+        return self._openings.open(known, fingerprint, now_ns)
 
     def space_of(self, session: int, space_id: int) -> Space | Reason:
         """The space that a session names, to be looked at only; or what it is told instead: the
@@ -140,7 +156,7 @@ class Core:
 
     def explain_offer(self, tenant: str, group: bytes, fingerprint: Fingerprint) -> Opening:
         """What `open` would answer. space_id 0 with verdict MATCH or HELD: it would make one."""
-        return self._decisions.judge(tenant, group, fingerprint)
+        return self._openings.judge(tenant, group, fingerprint)
 
     # ------------------------------------------------------------------ reading
 
@@ -287,7 +303,7 @@ class Core:
         if flight.copy.why == "commit":
             self._writes.landed(flight, ok, reason, now_ns)
         else:
-            self.moves.landed(flight, ok, reason, now_ns)
+            self._moves.landed(flight, ok, reason, now_ns)
 
     def region_gone(self, region_id: int, now_ns: int) -> None:
         """No process can reach a closed region any more: its bytes are free, and go to who claimed
@@ -301,15 +317,15 @@ class Core:
         while (grant := arena.next_grant()) is not None:
             claimant, total_bytes = grant
             if isinstance(claimant, Pool):
-                self.moves.grant(claimant, total_bytes, now_ns)
-            elif (session := books.sessions.get(claimant)) and session.staging is None:
-                self._writes.open_staging(session, total_bytes, now_ns)
+                self._moves.grant(claimant, total_bytes, now_ns)
+            elif (session := books.sessions.get(claimant)) is not None:
+                self._writes.grant(session, total_bytes, now_ns)
 
     def archive_dropped(self, tier: int, space_id: int, keys: Iterable[bytes]) -> None:
         """An archive has aged these names out: evicting the blocks is no longer free."""
         space = self.books.spaces.get(space_id)
         if space is not None:
-            self.moves.unsaved(space, keys)
+            self._moves.unsaved(space, keys)
 
     def persisted(self, ticket: int, now_ns: int) -> None:
         """One durable row with this ticket is written."""
@@ -345,11 +361,11 @@ class Core:
         self, space_id: int, keys: Sequence[bytes], now_ns: int, tenant: str | None = None
     ) -> Pinned:
         """Holds the leading READY keys of a space (of any tenant, or of this one) until `unpin`."""
-        return self._decisions.pin(tenant, space_id, keys, now_ns)
+        return self._pins.pin(tenant, space_id, keys)
 
     def unpin(self, pin_id: int, now_ns: int) -> bool:
         """Ends a pin. False: no such pin."""
-        return self._decisions.unpin(pin_id)
+        return self._pins.unpin(pin_id)
 
     def invalidate(
         self,
@@ -381,7 +397,7 @@ class Core:
 
     def epoch_floors(self) -> dict[str, int]:
         """Model name to its weight epoch floor."""
-        return dict(self._decisions.floors)
+        return dict(self._openings.floors)
 
     def review(
         self,
@@ -398,7 +414,7 @@ class Core:
 
     def reviews(self, include_decided: bool = False) -> list[ReviewRow]:
         """Held fingerprints, oldest first."""
-        return self._decisions.reviews(include_decided)
+        return self._decisions.rows_of_reviews(include_decided)
 
     def drain(self, now_ns: int) -> None:
         """No reservations from now on; reads and what is under way go on."""
@@ -437,7 +453,7 @@ class Core:
 
     def stats(self) -> CoreStats:
         """A snapshot of all numbers."""
-        return stats.snapshot(self.books, self._decisions)
+        return stats.snapshot(self.books, len(self._decisions.reviews.held()))
 
     def check(self) -> None:
         """Every invariant; AssertionError names the one that does not hold."""

@@ -193,7 +193,7 @@ class Pool:
         self, slot: Slot, space: Space, key: bytes, parent: bytes, depth: int, fill: Fill
     ) -> None:
         """FREE -> FILLING under a name and a new generation."""
-        assert not (slot.holds or slot.fill or slot.queued), "slot is in use"
+        assert (slot.holds, slot.fill, slot.queued) == (0, None, []), "slot is in use"
         slot.generation += 1
         slot.space, slot.key, slot.parent, slot.depth = space, key, parent, depth
         slot.hits = 0

@@ -24,6 +24,7 @@ class Reads:
     def __init__(self, books: Books, moves: Moves) -> None:
         self.books = books
         self.moves = moves
+        self.names = moves.names
 
     # ------------------------------------------------------------------ no side effect
 
@@ -106,7 +107,7 @@ class Reads:
             lease.ended = True
             release_holds(held)
             return Acquired(0, False, reason)
-        self.moves.touch(held, now_ns)
+        self.names.touch(held, now_ns)
         if lease.kind is LeaseKind.VIEW:
             assert lease.session is not None
             lease.view_bytes = (len(held) + lease.pending) * lease.space.layout.block_bytes

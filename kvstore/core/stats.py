@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvstore.core.arena import Arena
 from kvstore.core.books import Books
 from kvstore.core.leases import LeaseKind
@@ -11,11 +9,8 @@ from kvstore.core.states import SlotState, SpaceState
 from kvstore.model.reasons import Reason
 from kvstore.model.values import CoreStats, KeyExplanation, PoolStats, TenantStats
 
-if TYPE_CHECKING:
-    from kvstore.core.decisions import Decisions
 
-
-def snapshot(books: Books, decisions: Decisions) -> CoreStats:
+def snapshot(books: Books, reviews_held: int) -> CoreStats:
     """All gauges and counters as of now."""
     counts = books.leases.counts
     states = [space.state for space in books.spaces]
@@ -31,7 +26,7 @@ def snapshot(books: Books, decisions: Decisions) -> CoreStats:
         saves_in_flight=len(books.saving),
         spaces_open=states.count(SpaceState.OPEN),
         spaces_held=states.count(SpaceState.HELD),
-        reviews_held=len(decisions.reviews(False)),
+        reviews_held=reviews_held,
         counters=dict(books.counters),
     )
 

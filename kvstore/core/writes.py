@@ -34,6 +34,7 @@ class Writes:
     def __init__(self, books: Books, moves: Moves) -> None:
         self.books = books
         self.moves = moves
+        self.names = moves.names
 
     # ------------------------------------------------------------------ reserve
 
@@ -91,7 +92,7 @@ class Writes:
         ready = [slot for slot in found if slot is not None and slot.state is READY]
         for slot in ready:
             slot.command = command
-        self.moves.touch(ready, now_ns)
+        self.names.touch(ready, now_ns)
         return found
 
     def _group(self, space: Space, session: Session, attempt: int) -> WriteGroup:
@@ -150,12 +151,10 @@ class Writes:
                 return Reason.STAGING_BUSY
             self.close_staging(session)
         arena, limits = self.books.ingest, self.books.limits
-        share = int(arena.capacity_bytes * limits.staging_share)
-        if part_bytes > share:
-            return Reason.PART_TOO_LARGE
         least = _pages(part_bytes)
-        closing = sum(arena.closing.get(r, 0) for r in self.books.staging_closing)
-        left = share - arena.staging_bytes - closing
+        if least > int(arena.capacity_bytes * limits.staging_share):
+            return Reason.PART_TOO_LARGE
+        left = self._share_left()
         want = min(limits.staging_bytes, arena.capacity_bytes // 8, max(left // 2, 0))
         want = max(_pages(want), least)
         if want > left:
@@ -169,6 +168,19 @@ class Writes:
             if session.id in arena.claims or room < least:
                 return Reason.STAGING_BUSY
         return self.open_staging(session, min(want, room), now_ns)
+
+    def _share_left(self) -> int:
+        """Bytes that staging may still take; closing regions count until they are gone."""
+        arena = self.books.ingest
+        closing = sum(arena.closing[region] for region in self.books.staging_closing)
+        share = int(arena.capacity_bytes * self.books.limits.staging_share)
+        return share - arena.staging_bytes - closing
+
+    def grant(self, session: Session, total_bytes: int, now_ns: int) -> None:
+        """A session's claim is met, as far as other staging has not used the share meanwhile."""
+        total_bytes = min(total_bytes, self._share_left())
+        if session.staging is None and total_bytes >= PAGE_BYTES:
+            self.open_staging(session, total_bytes, now_ns)
 
     def open_staging(self, session: Session, total_bytes: int, now_ns: int) -> Staging:
         """Gives the session staging; its bytes are free."""
@@ -271,7 +283,7 @@ class Writes:
         alive = _alive(slot, flight.copy.target.generation)
         release_holds((slot,))
         if not ok and alive:
-            self.moves.drop(slot, reason, now_ns)
+            self.names.drop(slot, reason, now_ns)
         lease.copies -= 1
         lease.staging.copies -= 1
         if not lease.copies:
@@ -293,16 +305,16 @@ class Writes:
         if complete:
             self._publish(lease, complete, now_ns)
         self.books.counters["commits"] += 1
-        self.moves.tell(lease)
+        self.names.tell(lease)
         if lease.waiting and now_ns >= lease.until_ns:
-            self.moves.abort_group(lease.group, Reason.WRITE_GROUP_FAILED, now_ns)
+            self.names.abort_group(lease.group, Reason.WRITE_GROUP_FAILED, now_ns)
 
     def _publish(self, lease: WriteLease, complete: list[Slot], now_ns: int) -> None:
         """Publishes head to tail given slots; the prompt's head ends up warmest of all of it."""
-        self.moves.publish(complete[::-1], now_ns)
+        self.names.publish(complete[::-1], now_ns)
         self.books.counters["blocks_stored"] += len(complete)
         found = map(lease.space.index.get, lease.chain)
-        self.moves.touch([s for s in found if s is not None and s.state is READY], now_ns)
+        self.names.touch([s for s in found if s is not None and s.state is READY], now_ns)
         if lease.durable:
             for slot in complete:
                 self.moves.save_for(slot, lease)
@@ -316,7 +328,7 @@ class Writes:
             return CommitResult(0, 0, len(lease.slots), Reason.LEASE_EXPIRED)
         result = CommitResult(lease.visible, lease.waiting, lease.failed, lease.reason)
         lease.orphan = True
-        self.moves.drop_if_over(lease)
+        self.names.drop_if_over(lease)
         return result
 
     # ------------------------------------------------------------------ abort, expiry
@@ -330,7 +342,7 @@ class Writes:
             self._lose_blocks(lease, why, now_ns)
         else:
             lease.orphan = True
-            self.moves.drop_if_over(lease)
+            self.names.drop_if_over(lease)
 
     def expire(self, lease: WriteLease, now_ns: int) -> None:
         """The deadline is over. Keys are free at once; staging ranges only when the writer is known
@@ -344,17 +356,17 @@ class Writes:
             lease.orphan = True
             if lease.waiting:
                 self._lose_blocks(lease, Reason.LEASE_EXPIRED, now_ns)
-            self.moves.drop_if_over(lease)
+            self.names.drop_if_over(lease)
 
     def _lose_blocks(self, lease: WriteLease, why: Reason, now_ns: int) -> None:
         """Drops what is unfinished: of the lease, or of the whole write group if it has parts."""
         if len(lease.space.layout.parts) > 1:
             if lease.waiting:
-                self.moves.abort_group(lease.group, Reason.WRITE_GROUP_FAILED, now_ns)
+                self.names.abort_group(lease.group, Reason.WRITE_GROUP_FAILED, now_ns)
             return
         for slot, generation in zip(lease.slots, lease.generations, strict=True):
             if _alive(slot, generation):
-                self.moves.drop(slot, why, now_ns)
+                self.names.drop(slot, why, now_ns)
 
 
 def _alive(slot: Slot, generation: int) -> bool:

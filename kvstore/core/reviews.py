@@ -1,0 +1,73 @@
+"""Reviews: held fingerprints, what a person decided about them, and until when that is open."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvstore.model.fingerprint import Fingerprint
+
+ENDED_REVIEWS_MAX = 1_024
+"""How many undecided reviews that ended are remembered; decided ones are kept for good."""
+
+
+@dataclass(eq=False)
+class Review:
+    """One held fingerprint of a tenant. state: held, approved, rejected, expired, ended."""
+
+    id: int
+    tenant: str
+    fingerprint: Fingerprint
+    created_ns: int
+    state: str = "held"
+    who: str = ""
+    why: str = ""
+    revision: str = ""
+
+
+class Reviews:
+    """All reviews by id, and the one that holds for a fingerprint of a tenant."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Review] = {}
+        self._by_name: dict[tuple[str, bytes], Review] = {}
+        self._ended: OrderedDict[int, None] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Review]:
+        """Oldest first."""
+        return iter(sorted(self._by_id.values(), key=lambda review: review.id))
+
+    def get(self, review_id: int) -> Review | None:
+        """The review with this id."""
+        return self._by_id.get(review_id)
+
+    def find(self, tenant: str, fingerprint: Fingerprint) -> Review | None:
+        """The review that holds for this offer: undecided, approved or rejected."""
+        return self._by_name.get((tenant, fingerprint.digest))
+
+    def add(self, review: Review) -> Review:
+        """A new one, or one of an earlier run."""
+        self._by_id[review.id] = review
+        self._by_name[review.tenant, review.fingerprint.digest] = review
+        return review
+
+    def held(self) -> list[Review]:
+        """The undecided ones."""
+        return [review for review in self._by_name.values() if review.state == "held"]
+
+    def resolve(self, tenant: str, fingerprint: Fingerprint) -> Fingerprint:
+        """The fingerprint, completed if an operator vouched for its weights."""
+        review = self.find(tenant, fingerprint)
+        if review is not None and review.state == "approved":
+            return fingerprint.complete(review.revision)
+        return fingerprint
+
+    def end(self, review: Review, state: str) -> None:
+        """Nobody decided it; a later offer begins a new one."""
+        review.state = state
+        del self._by_name[review.tenant, review.fingerprint.digest]
+        self._ended[review.id] = None
+        if len(self._ended) > ENDED_REVIEWS_MAX:
+            oldest, _ = self._ended.popitem(last=False)
+            del self._by_id[oldest]
