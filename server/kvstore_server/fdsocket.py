@@ -74,7 +74,8 @@ class FdStore(Protocol):
     """What is needed of kvstore.store.Store. Descriptors stay the store's; they are duplicated
     before they are sent."""
 
-    unmap_listeners: list[Callable[[int], None]]
+    @property
+    def unmap_listeners(self) -> list[Callable[[int], None]]: ...
 
     def session_by_secret(self, secret: bytes, tenant: str) -> SessionLike | None: ...
     def bind_fd(self, session: Any) -> None: ...

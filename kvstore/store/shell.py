@@ -1,22 +1,17 @@
-"""The shell around the pure core: reads the clock, runs the core's effects, waits for what they
-bring.
+"""The store: reads the clock, runs the core's effects, waits for what they bring.
 
 One event-loop thread owns a Store; none of its methods may be called from another. It keeps no
-block state of its own: sessions' secrets, waiters (lease -> future), and who holds which region's
-descriptor. Every data verb has the same shape: facts, command, run the effects, await Ready or the
-deadline, settle.
+block state of its own, only who waits for which lease. Every data verb has the same shape: facts,
+command, run the effects, await Ready or the deadline, settle.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import logging
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -50,35 +45,20 @@ from kvstore.model.values import (
     Reserved,
 )
 from kvstore.policy.links import Link
+from kvstore.store.holders import Holders
+from kvstore.store.rows import Rows
+from kvstore.store.sessions import Session, Sessions
 from kvstore.tiers.base import Archive
 from kvstore.tiers.host import HostStats, HostTier
 
-log = logging.getLogger(__name__)
-
 NS_PER_MS = 1_000_000
-SECRET_BYTES = 16
+INSTANCE_ID_BYTES = 16
 
 
 class Mover(Protocol):
-    """What runs the core's copies (kvstore.mover); completions come back through
-    `Store.copies_done`."""
+    """What runs the core's copies (kvstore.mover); they come back through `Store.copies_done`."""
 
     def submit(self, moves: Sequence[Copy | Forget]) -> None: ...
-
-
-@dataclass(slots=True)
-class Session:
-    """One client connection. `id` is the core's; `secret` names it on the wire."""
-
-    id: int
-    secret: bytes
-    tenant: str
-    group: bytes
-    engine_id: str
-    client_name: str
-    opened_ns: int
-    fd_bound: bool = False
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +66,6 @@ class Presence:
     """Answer of a lookup in one space: a presence code a key (kvstore.model.hits)."""
 
     codes: bytes
-    archived: Mapping[bytes, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +81,7 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """What `Store.stats` tells. `tier_states` has a word or a sentence for each tier that has
-    something to say."""
+    """What `Store.stats` tells; `tier_states` has a word or a sentence for each tier."""
 
     state: str
     uptime_s: float
@@ -127,36 +105,31 @@ class Store:
         archives: Mapping[int, Archive] | None = None,
         links: Sequence[Link] = (),
     ) -> None:
+        """`host_tier`: index of the pool whose memory clients map. `links`: one a tier."""
         self.core = core
         self.clock = clock
         self.tiers = core.tiers
         self.host_name = core.tiers[host_tier].name
-        self.instance_id = secrets.token_bytes(16)
+        self.instance_id = secrets.token_bytes(INSTANCE_ID_BYTES)
         self.links = list(links)
-        self.draining = False
         self.drained = asyncio.Event()
-        self.unmap_listeners: list[Callable[[int], None]] = []
+        self.started_ns = clock.monotonic_ns()
         self._host = host
         self._host_tier = host_tier
         self._mover = mover
         self._ledger = ledger
         self._archives = dict(archives or {})
-        self._sessions: dict[int, Session] = {}
-        self._by_secret: dict[bytes, Session] = {}
+        self._sessions = Sessions()
+        self._holders = Holders(self._gone)
+        self._rows = Rows(ledger, lambda ticket: core.persisted(ticket, clock.monotonic_ns()))
         self._waiters: dict[int, asyncio.Future[None]] = {}
-        self._tickets: dict[int, asyncio.Future[bool]] = {}
-        self._rows: list[Persist] = []
-        self._saving: asyncio.Task[None] | None = None
-        self._holders: Counter[int] = Counter()
-        self._closing: set[int] = set()
-        self._staging: dict[int, tuple[int, int]] = {}
-        self.started_ns = clock.monotonic_ns()
+        self._staging_bytes: dict[int, int] = {}
+        self._running = False
 
     # ------------------------------------------------------------------ life
 
     def restore(self) -> None:
-        """Loads the durable rows (epoch floors, reviews, spaces) into the core. Called once, before
-        serving."""
+        """Loads the durable rows into the core. Called once, before serving."""
         self.core.restore(self._ledger.rows())
         self._run()
 
@@ -166,16 +139,30 @@ class Store:
         self._run()
 
     def drain(self) -> None:
-        """No new reservations from now on; reads and running writes go on."""
-        self.draining = True
+        """No new sessions and reservations from now on; reads and running writes go on."""
         self.drained.set()
         self.core.drain(self.clock.monotonic_ns())
         self._run()
 
     @property
+    def draining(self) -> bool:
+        return self.drained.is_set()
+
+    @property
     def busy(self) -> bool:
         """Whether copies, durable writes or waiting calls are under way."""
-        return bool(self._waiters or self._tickets or self.core.stats().copies_in_flight)
+        return bool(self._waiters or self._rows.busy or self.core.stats().copies_in_flight)
+
+    def stats(self) -> StoreStats:
+        """A snapshot of plain values: may be handed to another thread."""
+        host = self._host.stats()
+        return StoreStats(
+            state="draining" if self.draining else "ready",
+            uptime_s=(self.clock.monotonic_ns() - self.started_ns) / 1e9,
+            core=self.core.stats(),
+            tier_states={self.host_name: _state_of(host)},
+            host=host,
+        )
 
     # ------------------------------------------------------------------ sessions
 
@@ -184,63 +171,48 @@ class Store:
         if self.draining:
             raise KVStoreError(Reason.DRAINING, "the daemon is stopping")
         now_ns = self.clock.monotonic_ns()
-        session = Session(
-            id=self.core.begin_session(tenant, group, now_ns),
-            secret=secrets.token_bytes(SECRET_BYTES),
+        return self._sessions.add(
+            self.core.begin_session(tenant, group, now_ns),
             tenant=tenant,
             group=group,
             engine_id=engine_id,
             client_name=client_name,
-            opened_ns=now_ns,
+            now_ns=now_ns,
         )
-        self._sessions[session.id] = session
-        self._by_secret[_digest(session.secret)] = session
-        return session
 
     def session_by_secret(self, secret: bytes, tenant: str) -> Session | None:
-        """The session of this tenant with this secret. The dictionary sees a digest, so timing
-        tells nothing of it."""
-        session = self._by_secret.get(_digest(secret))
-        return session if session is not None and session.tenant == tenant else None
+        """The session of this tenant with this secret."""
+        return self._sessions.by_secret(secret, tenant)
 
     def bind_fd(self, session: Session) -> None:
-        """The session's process is known by its fd socket: from now on that socket is its life, not
-        the stream."""
+        """The session's process is known by its fd socket from now on."""
         session.fd_bound = True
 
     def end_session(self, session_id: int) -> None:
         """Frees everything that the session held. Idempotent."""
-        session = self._sessions.pop(session_id, None)
-        if session is None:
-            return
-        del self._by_secret[_digest(session.secret)]
-        self.core.end_session(session_id, self.clock.monotonic_ns())
-        session.ended.set()
-        self._run()
-
-    def stats(self) -> StoreStats:
-        """A snapshot for metrics, the admin service and health; plain values, safe to hand to
-        another thread."""
-        host = self._host.stats()
-        tier_states = {self.host_name: _host_state(host)}
-        state = "draining" if self.draining else "ready"
-        uptime_s = (self.clock.monotonic_ns() - self.started_ns) / 1e9
-        return StoreStats(state, uptime_s, self.core.stats(), tier_states, host)
+        if self._sessions.remove(session_id) is not None:
+            self.core.end_session(session_id, self.clock.monotonic_ns())
+            self._run()
 
     @property
     def session_count(self) -> int:
         return len(self._sessions)
 
-    # ------------------------------------------------------------------ regions and their holders
+    # ------------------------------------------------------------------ memory that clients map
+
+    @property
+    def unmap_listeners(self) -> list[Callable[[int], None]]:
+        """Called with the id of each region that is closed while processes hold it."""
+        return self._holders.unmap_listeners
 
     def regions_of(self, tenant: str) -> list[Region]:
+        """The open regions of a tenant."""
         return self.core.regions(tenant)
 
     def region_fd(self, region_id: int, tenant: str) -> int | None:
-        """A read-only descriptor (owned by the tier), or None: closed, unknown and another tenant's
-        look alike."""
-        if region_id in self._closing:
-            return None
+        """A read-only descriptor (it stays the tier's); None for a region that is closed, unknown
+        or another tenant's, which look alike.
+        """
         region = self.core.region(region_id)
         if region is None or region.tenant != tenant or region.tier != self._host_tier:
             return None
@@ -249,35 +221,19 @@ class Store:
     def staging_fd(self, session_id: int) -> tuple[int, int, int] | None:
         """(region id, total bytes, read-write descriptor) of the session's staging, if any."""
         region_id = self.core.staging_of(session_id)
-        if region_id is None or region_id not in self._staging:
+        if region_id is None or region_id not in self._staging_bytes:
             return None
-        return region_id, self._staging[region_id][1], self._host.fd(region_id)
+        return region_id, self._staging_bytes[region_id], self._host.fd(region_id)
 
     def holder_added(self, region_id: int) -> None:
         """A process was given the region's descriptor."""
-        self._holders[region_id] += 1
+        self._holders.added(region_id)
 
     def holder_gone(self, region_id: int) -> None:
         """A process has unmapped the region, or is proven dead."""
-        self._holders[region_id] -= 1
-        if self._holders[region_id] <= 0:
-            del self._holders[region_id]
-            if region_id in self._closing:
-                self._gone(region_id)
-
-    def _close_region(self, region_id: int) -> None:
-        self._closing.add(region_id)
-        self._staging.pop(region_id, None)
-        self._host.unassign(region_id)
-        if self._holders[region_id] > 0:
-            for listener in self.unmap_listeners:
-                listener(region_id)
-        else:
-            del self._holders[region_id]
-            self._gone(region_id)
+        self._holders.gone(region_id)
 
     def _gone(self, region_id: int) -> None:
-        self._closing.discard(region_id)
         self._host.released(region_id)
         self.core.region_gone(region_id, self.clock.monotonic_ns())
         self._run()
@@ -300,7 +256,7 @@ class Store:
         if space is Reason.SPACE_UNKNOWN:
             raise BadRequest(Reason.SPACE_UNKNOWN, "no such space of this tenant; open it first")
         if isinstance(space, Reason):
-            raise KVStoreError(Reason.SPACE_CLOSED, f"closed: {space.name}; open it again")
+            raise KVStoreError(space, "the space was closed; open it again")
         return space.layout, space.fingerprint.digest
 
     # ------------------------------------------------------------------ reading
@@ -309,21 +265,18 @@ class Store:
         """Presence of `keys`; archives are asked from the first key on that no pool holds."""
         codes = self.core.lookup(session.id, space_id, keys)
         run = leading_run(codes)
-        archived = await self._find_archived(space_id, keys, run) if run < len(keys) else {}
-        if archived:
-            merged = bytearray(codes.ljust(len(keys), bytes([ABSENT])))
-            for index in range(run, len(keys)):
-                if merged[index] == ABSENT and (tier := archived.get(keys[index])) is not None:
-                    merged[index] = 1 + tier
-            codes = bytes(merged)
-        return Presence(codes, archived)
+        if run < len(keys) and self._archives:
+            archived = await self._find_archived(space_id, keys[run:])
+            codes = bytes(
+                1 + archived[key] if code == ABSENT and key in archived else code
+                for code, key in zip(codes, keys, strict=True)
+            )
+        return Presence(codes)
 
-    async def _find_archived(
-        self, space_id: int, keys: Sequence[bytes], first: int
-    ) -> dict[bytes, int]:
+    async def _find_archived(self, space_id: int, keys: Sequence[bytes]) -> dict[bytes, int]:
         found: dict[bytes, int] = {}
         for tier, archive in self._archives.items():
-            missing = [key for key in keys[first:] if key not in found]
+            missing = [key for key in keys if key not in found]
             found.update(dict.fromkeys(await archive.find(space_id, missing), tier))
         return found
 
@@ -340,9 +293,9 @@ class Store:
     ) -> Leased:
         """Read lease on what of `keys` is there, or comes within `wait_ns`.
 
-        `ttl_ns` None is for view leases, which have no deadline.
+        `ttl_ns` counts from the answer; None is for view leases, which have no deadline.
         """
-        below = await self._find_archived(space_id, keys, 0) if self._archives else {}
+        below = await self._find_archived(space_id, keys) if self._archives else {}
         now_ns = self.clock.monotonic_ns()
         acquired = self.core.acquire(
             session.id,
@@ -353,24 +306,30 @@ class Store:
             wait=wait_ns > 0,
             all_or_nothing=all_or_nothing,
             below=below,
-            reach=None,
             now_ns=now_ns,
         )
         self._run()
-        if not acquired.lease_id:
+        lease_id = acquired.lease_id
+        if not lease_id:
             return Leased(0, [None] * len(keys), 0, acquired.reason, ())
         if not acquired.ready:
             try:
-                await self._ready(acquired.lease_id, wait_ns)
+                await self._ready(lease_id, wait_ns)
             except asyncio.CancelledError:
-                self.release(session, (acquired.lease_id,))
+                self.release(session, (lease_id,))
                 raise
-        settled = self.core.settle(acquired.lease_id, self.clock.monotonic_ns())
+        settled = self.core.settle(lease_id, self.clock.monotonic_ns())
         self._run()
-        lease_id = acquired.lease_id if settled.leased else 0
+        first_reason = settled.reasons[min(settled.reasons)] if settled.reasons else Reason.OK
         ids = dict.fromkeys(place.region for place in settled.places if place is not None)
         regions = tuple(r for i in ids if (r := self.core.region(i)) is not None)
-        return Leased(lease_id, settled.places, settled.leased, acquired.reason, regions)
+        return Leased(
+            lease_id if settled.leased else 0,
+            settled.places,
+            settled.leased,
+            first_reason,
+            regions,
+        )
 
     def release(self, session: Session, lease_ids: Sequence[int]) -> tuple[int, int]:
         """(released, unknown). An uncommitted write lease is aborted."""
@@ -383,13 +342,11 @@ class Store:
         return self._host.view(place, length)
 
     def generation(self, place: Place) -> int:
-        """The slot's generation now: differs from `place.generation` once the slot was given to
-        another block."""
+        """The slot's generation now: another than the place's once another block has the slot."""
         return self._host.generation(place.region, place.slot)
 
     def note_load(self, session: Session, lease_id: int, blocks: int, copy_ns: int) -> int:
-        """Learns from a client's measured copy; returns the bytes that it moved (0: not a lease of
-        this session)."""
+        """Learns from a client's measured copy; returns its bytes (0: no lease of this group)."""
         length = self.core.leased_bytes(session.id, lease_id, blocks)
         if length and copy_ns:
             self.links[self._host_tier].observe(length, copy_ns, self.clock.monotonic_ns())
@@ -408,8 +365,7 @@ class Store:
         attempt: int,
         ttl_ns: int,
     ) -> Reserved:
-        """Write lease on what of `chain[first:]` is wanted and has room; refusals are values (see
-        Reserved)."""
+        """Write lease on what of `chain[first:]` is wanted and has room; refusals are values."""
         now_ns = self.clock.monotonic_ns()
         reserved = self.core.reserve(
             session.id, space_id, chain, first, part, attempt, now_ns + ttl_ns, now_ns
@@ -425,9 +381,7 @@ class Store:
         self, session: Session, lease_id: int, *, durable: bool, wait_ns: int
     ) -> CommitResult:
         """Copies a write lease's bytes and publishes them at once; returns when that is settled or
-        `wait_ns` is over.
-
-        Raises KVStoreError when the lease cannot be committed.
+        `wait_ns` is over. Raises KVStoreError when the lease cannot be committed.
         """
         committed = self.core.commit(session.id, lease_id, durable, self.clock.monotonic_ns())
         self._run()
@@ -440,64 +394,40 @@ class Store:
         return result
 
     def copies_done(self, results: Iterable[tuple[int, bool, Reason, bytes | None, int]]) -> None:
-        """Completions of the mover: (copy id, ok, reason, checksum, elapsed in ns). On the loop's
-        thread."""
+        """Completions of the mover: (copy id, ok, reason, checksum, elapsed in ns)."""
         now_ns = self.clock.monotonic_ns()
         for copy_id, ok, reason, checksum, elapsed_ns in results:
             self.core.done(copy_id, ok, reason, checksum, elapsed_ns, now_ns)
         self._run()
 
-    # ------------------------------------------------------------------ durable rows
-
-    async def durable(self, ticket: int) -> bool:
-        """Waits until the rows behind `ticket` are written. False: the ledger is volatile, or
-        writing failed."""
-        if not ticket:
-            return self._ledger.durable
-        future = self._tickets.setdefault(ticket, asyncio.get_running_loop().create_future())
-        self._run()
-        return await future
-
-    def run_effects(self) -> None:
-        """Runs what the last command left to do. For commands given to `core` directly (open,
-        reserve, admin verbs)."""
-        self._run()
-
-    def _save_rows(self) -> None:
-        if self._rows and self._saving is None:
-            self._saving = asyncio.get_running_loop().create_task(self._save())
-
-    async def _save(self) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            while self._rows:
-                batch, self._rows = self._rows, []
-                rows = [(row.table, row.key, row.value) for row in batch]
-                try:
-                    await loop.run_in_executor(None, self._ledger.put_many, rows)
-                    written = self._ledger.durable
-                except OSError:
-                    log.exception("ledger: writing %d rows failed; see state.path", len(rows))
-                    written = False
-                for row in batch:
-                    self.core.persisted(row.ticket, self.clock.monotonic_ns())
-                    future = self._tickets.pop(row.ticket, None)
-                    if future is not None and not future.done():
-                        future.set_result(written)
-        finally:
-            self._saving = None
-        self._run()
-
     # ------------------------------------------------------------------ effects
 
+    async def durable(self, ticket: int) -> bool:
+        """Runs the effects of an operator's command, then waits until its rows are written.
+
+        False: the ledger is volatile, or writing failed.
+        """
+        self._run()
+        return await self._rows.durable(ticket)
+
+    def run_effects(self) -> None:
+        """Runs what a command that was given to `core` directly left to do."""
+        self._run()
+
     def _run(self) -> None:
+        if self._running:
+            return  # an effect led to a command: the loop below runs what that left to do
+        self._running = True
         moves: list[Copy | Forget] = []
-        while effects := self.core.effects():
-            for effect in effects:
-                self._apply(effect, moves)
+        try:
+            while effects := self.core.effects():
+                for effect in effects:
+                    self._apply(effect, moves)
+        finally:
+            self._running = False
         if moves:
             self._mover.submit(moves)
-        self._save_rows()
+        self._rows.start()
 
     def _apply(self, effect: Effect, moves: list[Copy | Forget]) -> None:
         if isinstance(effect, Copy | Forget):
@@ -510,11 +440,13 @@ class Store:
             self._host.assign(effect.region)
         elif isinstance(effect, AssignStaging):
             self._host.assign_staging(effect.region_id, effect.total_bytes)
-            self._staging[effect.region_id] = (effect.session, effect.total_bytes)
+            self._staging_bytes[effect.region_id] = effect.total_bytes
         elif isinstance(effect, Unassign | UnassignStaging):
-            self._close_region(effect.region_id)
+            self._staging_bytes.pop(effect.region_id, None)
+            self._host.unassign(effect.region_id)
+            self._holders.close(effect.region_id)
         elif isinstance(effect, Persist):
-            self._rows.append(effect)
+            self._rows.add(effect)
 
     async def _ready(self, lease_id: int, wait_ns: int) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -526,12 +458,7 @@ class Store:
             self._waiters.pop(lease_id, None)
 
 
-def _host_state(host: HostStats) -> str:
-    warming = host.prefault_error or (
-        "warming" if host.prefaulted_bytes < host.capacity_bytes else ""
-    )
-    return warming or "ok"
-
-
-def _digest(secret: bytes) -> bytes:
-    return hashlib.sha256(secret).digest()
+def _state_of(host: HostStats) -> str:
+    if host.prefault_error:
+        return host.prefault_error
+    return "ok" if host.prefaulted_bytes >= host.capacity_bytes else "warming"
