@@ -24,6 +24,7 @@ from kvstore.store import Store
 from kvstore.tiers import memory_budget
 from kvstore.tiers.host import HostTier
 from kvstore_server.logs import event
+from kvstore_server.process import why_few_descriptors
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,9 @@ class Assembly:
             )
             self.store.restore()
             self._undo = undo.pop_all()
+        regions = self.capacity_bytes // core_limits.region_bytes(self.capacity_bytes)
+        if few := why_few_descriptors(regions, self.limits.sessions_max):
+            event(log, logging.WARNING, few, setting="limits.sessions_max")
         event(
             log,
             logging.INFO,

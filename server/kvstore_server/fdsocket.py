@@ -26,10 +26,12 @@ from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
+from kvstore.clock import Clock, SystemClock
 from kvstore.model.reasons import Reason
 from kvstore.shm import FRAME_BYTES_MAX, close_fds
 from kvstore.wire.v1 import fd_pb2, store_pb2
-from kvstore_server.peers import Process, Processes
+from kvstore_server.logs import Throttled
+from kvstore_server.peers import Process, Processes, peer_uid
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ READ_BYTES = 4096  # a call of the loop does little work for one client
 QUEUED_FRAMES_MAX = 256
 WELCOME_REGIONS_MAX = 1024
 BACKLOG = 128
+
+MISBEHAVED = frozenset({"denied", "handshake_late", "protocol", "slow"})
 
 _LENGTH = struct.Struct("<I")
 _FDS_MAX = 1
@@ -96,11 +100,17 @@ class FdSocket:
     """All fd sockets of the daemon. `counts` are plain counters for the metrics."""
 
     def __init__(
-        self, store: FdStore, *, sessions_max: int, handshake_s: float = HANDSHAKE_S
+        self,
+        store: FdStore,
+        *,
+        sessions_max: int,
+        handshake_s: float = HANDSHAKE_S,
+        clock: Clock | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.store = store
         self.handshake_s = handshake_s
+        self.warn = Throttled(log, clock or SystemClock())
         self.bound: dict[int, Connection] = {}  # by session
         self.processes = Processes(self._process_died)
         self.connections: set[Connection] = set()
@@ -138,7 +148,7 @@ class FdSocket:
         except OSError as error:
             # No descriptors or memory: the listener would stay readable and the loop spin.
             self.counts["accept_failed"] += 1
-            log.warning("fd socket: accept failed: %s", error.strerror)
+            self.warn.warning("accept", "fd socket: accept failed", error=error.strerror)
             self._loop().remove_reader(listener)
             self._loop().call_later(ACCEPT_RETRY_S, self._accept_again, listener)
             return
@@ -369,6 +379,10 @@ class Connection:
             return
         self._closed = True
         self._server.counts[f"closed_{why}"] += 1
+        if why in MISBEHAVED:
+            self._server.warn.warning(
+                why, "fd socket: client cut", why=why, tenant=self._tenant, uid=peer_uid(self._sock)
+            )
         self._deadline.cancel()
         if self._ended is not None:
             self._ended.cancel()

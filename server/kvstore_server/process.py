@@ -14,7 +14,21 @@ import resource
 log = logging.getLogger(__name__)
 
 DESCRIPTORS = 65_536
+OWN_DESCRIPTORS = 64
 _PR_SET_DUMPABLE = 4  # prctl(2)
+
+
+def why_few_descriptors(regions: int, sessions_max: int) -> str:
+    """Empty if the limit on descriptors leaves room for memory and clients, else a sentence.
+
+    A region has two; a client one for its calls, one for its fd socket, one that tells its death
+    and two for staging.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    wanted = 2 * regions + 5 * sessions_max + OWN_DESCRIPTORS
+    if limit == resource.RLIM_INFINITY or limit >= wanted:
+        return ""
+    return f"RLIMIT_NOFILE is {limit}; {sessions_max} sessions and the memory may need {wanted}"
 
 
 def harden() -> None:
