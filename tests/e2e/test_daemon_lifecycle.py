@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import stat
@@ -180,6 +181,23 @@ def test_odd_characters_in_the_folder_are_taken_as_they_are(tmp_path: Path) -> N
         assert str(folder) in daemon.data_socket
         assert _health(daemon.data_socket) == 1
         assert daemon.stop() == 0
+
+
+def test_core_files_are_off_and_descriptors_are_taken(daemons: Daemons) -> None:
+    daemon = daemons()
+    limits = Path(f"/proc/{daemon.pid}/limits").read_text()
+    shown = {line[:26].strip(): line[26:].split()[:2] for line in limits.splitlines()}
+    assert shown["Max core file size"] == ["0", "0"]
+    soft, hard = shown["Max open files"]
+    assert soft == hard or int(soft) >= 65_536
+
+
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="prlimit is not installed")
+def test_scarce_descriptors_are_told_and_survived(daemons: Daemons) -> None:
+    daemon = daemons(argv_prefix=("prlimit", "--nofile=100:100"))
+    assert "RLIMIT_NOFILE is 100" in daemon.log()
+    assert _get(f"{daemon.http_url}/healthz")[0] == 200
+    assert daemon.stop() == 0
 
 
 # ---------------------------------------------------------------- refused starts
