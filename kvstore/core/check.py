@@ -59,7 +59,7 @@ def _check_region(region: RegionBook) -> None:
     assert info.slot_bytes % PAGE_BYTES == info.header_bytes % PAGE_BYTES == 0
     assert info.header_bytes == header_bytes(info.slots)
     assert info.header_bytes + info.slots * info.slot_bytes <= info.total_bytes
-    leaving = sum(slot.leaving != 0 for slot in region.slots)
+    leaving = sum(slot.leaving for slot in region.slots)
     assert leaving == region.leaving, "a region counts the copies that leave it"
     for slot in region.slots:
         if slot.state is READY:
@@ -135,22 +135,19 @@ def _check_holds(books: Books) -> None:
             held.update(of_lease)
             if lease.session is None:
                 pinned.update(of_lease)
-    leaving: set[int] = set()
+    leaving = Counter[Slot]()
     for flight in books.flights.values():
         if flight.target is not None:
             held[flight.target] += 1
         if flight.leaves:
             assert flight.source is not None
-            assert flight.source.leaving == flight.copy.copy_id, (
-                "a leaving copy is known to its slot"
-            )
-            leaving.add(flight.copy.copy_id)
+            leaving[flight.source] += 1
         elif flight.source is not None:
             held[flight.source] += 1
     for slot in slots(books):
         assert slot.holds == held[slot], "holds are live leases and copies"
         assert slot.pins == pinned[slot], "pins are counted"
-        assert not slot.leaving or slot.leaving in leaving, "only a live copy leaves a slot"
+        assert slot.leaving == leaving[slot], "copies that leave a slot are counted"
 
 
 def _check_spaces(books: Books) -> None:
@@ -170,6 +167,7 @@ def _check_spaces(books: Books) -> None:
     for slot in slots(books):
         if slot.state is READY:
             assert named[id(slot)] == 1, "every READY slot has one name"
+            assert not slot.leaving, "a slot was filled when its former content had left"
         elif slot.state is FILLING:
             assert named[id(slot)] + rising[id(slot)] == 1, "a FILLING slot has one name"
         else:
@@ -218,6 +216,10 @@ def _check_write_lease(lease: WriteLease) -> None:
         assert not alive, "an expired reservation holds no key"
     assert bool(lease.extents) == (lease.state is not WriteState.COPIED)
     assert (lease.copies > 0) == (lease.state is WriteState.COPYING)
+    if lease.state is not WriteState.COPIED:
+        assert not lease.visible, "nothing is visible before all of it can be"
+    elif len(lease.space.layout.parts) == 1:
+        assert not lease.waiting, "all of a commit is visible at once"
 
 
 def _check_staging(books: Books) -> None:
@@ -291,6 +293,16 @@ def _check_leases(books: Books) -> None:
         for group in session.groups:
             assert session in group.sessions
             assert group.fills
+    waiting = Counter(
+        waiter.id
+        for space in books.spaces
+        for slot in space.index.values()
+        if slot.fill is not None
+        for waiter, _ in slot.fill.waiters
+    )
+    for lease in books.leases:
+        if isinstance(lease, ReadLease) and lease.pending:
+            assert lease.pending == waiting[lease.id], "whoever waits will be told"
     members = {i for ids in books.group_sessions.values() for i in ids}
     assert members == set(books.sessions), "every session is in one group"
     assert set(books.pins) == {lease.id for lease in books.leases if lease.session is None}

@@ -101,25 +101,25 @@ class Moves:
         self._arena(slot.pool).evictions += 1
         space.blocks -= 1
         lower: Slot | None = None
-        if slot.holds:
-            why = self._leave_by_running_save(slot, space)
-        else:
+        why = Reason.MISS_EVICTED
+        if not slot.holds:
             lower = self._demote(slot, space, now_ns)
-            why = Reason.MISS_EVICTED if lower is not None else self._save_victim(slot, space)
+            if lower is None:
+                why = self._save_victim(slot, space)
+        if slot.holds:
+            self._leave_by_running_save(slot, space)
         if lower is None:
             del space.index[slot.key]
             self.books.ghosts.add(space.id, slot.key, why, now_ns)
         slot.pool.policy.departed(slot, why, now_ns)
         slot.pool.leave(slot)
 
-    def _leave_by_running_save(self, slot: Slot, space: Space) -> Reason:
+    def _leave_by_running_save(self, slot: Slot, space: Space) -> None:
+        """A victim that is being saved as an ancestor, perhaps since its own demotion made room."""
         flight = self.books.saving[space.id, slot.key]
-        assert flight.source is slot
-        assert slot.holds == 1
-        assert not flight.leaves
+        assert (flight.source, slot.holds) == (slot, 1), "a victim is held only by its own save"
         slot.holds = 0
         self._begin_leaving(flight)
-        return Reason.MISS_EVICTED
 
     def _demote(self, slot: Slot, space: Space, now_ns: int) -> Slot | None:
         arena = self.books.arena_below(slot.pool.tier)
@@ -145,7 +145,7 @@ class Moves:
         """Moves a READY block to a lower pool for a reader that cannot reach it where it is."""
         space = slot.space
         assert space is not None
-        if slot.pins or slot.leaving:
+        if slot.pins:
             return None
         lower = self._send_down(slot, space, arena, now_ns)
         if lower is not None:
@@ -308,18 +308,18 @@ class Moves:
 
     def _begin_leaving(self, flight: Flight) -> None:
         slot = flight.source
-        assert slot is not None
-        assert not slot.leaving
-        assert not flight.leaves
+        assert slot is not None, "what leaves was in a slot"
+        assert not flight.leaves, "a copy leaves once"
         flight.leaves = True
-        slot.leaving = flight.copy.copy_id
+        slot.leaving += 1
         slot.region.leaving += 1
 
     def _end_leaving(self, slot: Slot) -> None:
-        slot.leaving = 0
+        slot.leaving -= 1
         slot.region.leaving -= 1
-        self.books.effects += slot.queued
-        slot.queued.clear()
+        if not slot.leaving:
+            self.books.effects += slot.queued
+            slot.queued.clear()
         self._close_if_left(slot.region)
 
     def _end_reading(self, flight: Flight) -> None:

@@ -43,8 +43,8 @@ class Slot:
     """One slot. Preallocated with its region; changed by `Pool` and by the lease code alone.
 
     code: the presence code of lookups. holds: see `states`. marked: releasing the last hold needs
-    more than counting (DOOMED, or shelved by the policy). leaving: id of the copy that still reads
-    the former content, 0: none; queued: fills that wait for it. rising: the slot that a promotion
+    more than counting (DOOMED, or shelved by the policy). leaving: copies that still read
+    the former content; queued: fills that wait for them. rising: the slot that a promotion
     fills. saved: an archive has the block. command: the last command that used the block.
     """
 

@@ -239,7 +239,7 @@ class Simulation:
             revision=self.random.choice(["r1", "r1", "r1", "r1", None]),
             epoch=self.epochs[model] + (self.random.random() < 0.1),
             block_tokens=self.random.choice([16, 16, 16, 24, 48]),
-            ranks=self.random.choice([1, 1, 1, 2]),
+            ranks=self.random.choice([1, 1, 2]),
         )
         group = b"group %d" % self.random.randrange(100)
         if self.engines and self.random.random() < 0.6:
@@ -321,7 +321,7 @@ class Simulation:
         self.random.shuffle(ranks)
         for part, session in ranks:
             self.reserve(engine, session, part, chain, first, write)
-            if self.random.random() < 0.1:
+            if self.random.random() < 0.2:
                 break
 
     def reserve(
@@ -416,7 +416,7 @@ class Simulation:
         engine = self._engine()
         if engine is None or len(self.readings) > 30:
             return
-        keys = prompt_keys(self.random.randrange(PROMPTS), self.random.randint(1, PROMPT_BLOCKS))
+        keys = self._wanted(engine.space_id)
         below = self.machine.below(engine.space_id, keys)
         if self.random.random() < 0.2:
             # The shell gathered the fact a while ago.
@@ -444,6 +444,17 @@ class Simulation:
             self.readings.append(reading)
             if acquired.ready and self.random.random() < 0.8:
                 self.settle(reading)
+
+    def _wanted(self, space_id: int) -> list[bytes]:
+        """The head of a prompt; rather one that is in an archive and not in a pool."""
+        space = self.core.books.spaces.get(space_id)
+        index = {} if space is None else space.index
+        prompts = [prompt_keys(self.random.randrange(PROMPTS)) for _ in range(3)]
+        best = max(
+            prompts,
+            key=lambda keys: sum(k not in index for k in self.machine.below(space_id, keys)),
+        )
+        return best[: self.random.randint(1, PROMPT_BLOCKS)]
 
     def _settle(self) -> None:
         waiting = [r for r in self.readings if r.places is None]
@@ -540,6 +551,9 @@ class Simulation:
         if engine is None:
             return
         keys = prompt_keys(self.random.randrange(PROMPTS))[self.random.randrange(8) :]
+        saving = [c.key for c in self.machine.copies if c.why == "save"]
+        if saving and self.random.random() < 0.7:
+            keys = saving[:3]
         self.core.invalidate(space_id=engine.space_id, keys=keys, now_ns=self.now_ns)
         self._void(engine.space_id, keys)
 
