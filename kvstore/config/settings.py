@@ -175,7 +175,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow_smaller: Annotated[
         bool,
         knob(
-            "Start with less than host.capacity_bytes if that does not fit.",
+            "Start with less than host.capacity_bytes if that does not fit, and grow when it does.",
             when="restarts overlap with clients that still hold the old memory.",
         ),
     ] = False

@@ -77,10 +77,8 @@ class Arena:
         self.limits = limits
         self.capacity_bytes = spec.capacity_bytes
         self.region_bytes = limits.region_bytes(spec.capacity_bytes)
-        self.quota_bytes = {
-            tenant.name: tenant.quota_bytes or max(spec.capacity_bytes // len(tenants), 1)
-            for tenant in tenants
-        }
+        self._tenants = tenants
+        self.quota_bytes = self._quotas()
         self.tenant_bytes = dict.fromkeys(self.quota_bytes, 0)
         self.pools: dict[tuple[str, int], Pool] = {}
         self.regions: dict[int, RegionBook] = {}
@@ -92,6 +90,18 @@ class Arena:
         self._policy = policy
 
     # ------------------------------------------------------------------ bytes
+
+    def _quotas(self) -> dict[str, int]:
+        share = max(self.capacity_bytes // len(self._tenants), 1)
+        return {tenant.name: tenant.quota_bytes or share for tenant in self._tenants}
+
+    def grow(self, capacity_bytes: int) -> None:
+        """Raises the capacity; the size of an ordinary region stays, since a stock of it is made.
+
+        Nothing is ever taken back: bytes that are given out cannot be.
+        """
+        self.capacity_bytes = max(self.capacity_bytes, capacity_bytes)
+        self.quota_bytes = self._quotas()
 
     @property
     def free_bytes(self) -> int:

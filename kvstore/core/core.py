@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvstore.core import check, stats
+from kvstore.core.arena import Arena
 from kvstore.core.books import Books
 from kvstore.core.decisions import Decisions
 from kvstore.core.effects import Effect
@@ -314,11 +315,21 @@ class Core:
         if arena is None:
             return
         books.staging_closing.discard(region_id)
+        self._grant(arena, now_ns)
+
+    def grow(self, tier: int, capacity_bytes: int, now_ns: int) -> None:
+        """A pool may use more from now on; it never shrinks."""
+        arena = self.books.arenas[tier]
+        assert arena is not None, "an archive keeps its own capacity"
+        arena.grow(capacity_bytes)
+        self._grant(arena, now_ns)
+
+    def _grant(self, arena: Arena, now_ns: int) -> None:
         while (grant := arena.next_grant()) is not None:
             claimant, total_bytes = grant
             if isinstance(claimant, Pool):
                 self._moves.grant(claimant, total_bytes, now_ns)
-            elif (session := books.sessions.get(claimant)) is not None:
+            elif (session := self.books.sessions.get(claimant)) is not None:
                 self._writes.grant(session, total_bytes, now_ns)
 
     def archive_dropped(self, tier: int, space_id: int, keys: Iterable[bytes]) -> None:

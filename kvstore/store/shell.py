@@ -144,6 +144,12 @@ class Store:
         self.core.drain(self.clock.monotonic_ns())
         self._run()
 
+    def grow(self, capacity_bytes: int) -> None:
+        """Raises the host tier's capacity: what a smaller start left out can be had now."""
+        self._host.grow(capacity_bytes)
+        self.core.grow(self._host_tier, capacity_bytes, self.clock.monotonic_ns())
+        self._run()
+
     @property
     def draining(self) -> bool:
         return self.drained.is_set()

@@ -49,6 +49,7 @@ from kvstore_server.tracefile import TraceFile, TracingRing
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
+GROW_EVERY_S = 5.0
 DRAIN_POLL_S = 0.02
 STORE_SERVICE = "kvstore.v1.Store"
 ADMIN_SERVICE = "kvstore.v1.Admin"
@@ -190,8 +191,13 @@ class App:
     # ---------------------------------------------------------------- serve
 
     async def _main_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        grow_s = loop.time() + GROW_EVERY_S
         while not self._stop.is_set():
             self._store.tick()
+            if loop.time() >= grow_s:
+                self._parts.grow()
+                grow_s = loop.time() + GROW_EVERY_S
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), TICK_S)
 

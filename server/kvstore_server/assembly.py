@@ -102,6 +102,22 @@ class Assembly:
             locked=self.host.stats().lock_reason or "yes",
         )
 
+    def grow(self) -> None:
+        """Takes what a smaller start left out, as far as it can be had now. Reads a few files."""
+        bound = memory_budget.tightest() if self.capacity_bytes < self.wanted_bytes else None
+        if bound is None:
+            return
+        more_bytes = memory_budget.regrant(
+            self.wanted_bytes,
+            self.capacity_bytes,
+            self.host.stats().prefaulted_bytes,
+            bound.available_bytes,
+        )
+        if more_bytes:
+            self.capacity_bytes += more_bytes
+            self.store.grow(self.capacity_bytes)
+            event(log, logging.INFO, "grown", capacity=show_size(self.capacity_bytes))
+
     def close(self) -> None:
         """Ends copies, memory and ledger. Idempotent."""
         self._undo.close()
