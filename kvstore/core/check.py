@@ -81,7 +81,8 @@ def _check_pool(pool: Pool) -> None:
             else:
                 assert slot not in pool.policy, "only READY slots are candidates"
             if slot.state is FREE:
-                assert (slot.holds, slot.pins, slot.marked) == (0, 0, False), "FREE is free"
+                uses = (slot.holds, slot.saves, slot.pins, slot.marked)
+                assert uses == (0, 0, 0, False), "FREE is free"
                 assert slot.space is None
                 assert slot.fill is None
                 assert slot.rising is None
@@ -136,6 +137,7 @@ def _check_holds(books: Books) -> None:
             if lease.session is None:
                 pinned.update(of_lease)
     leaving = Counter[Slot]()
+    saves = Counter[Slot]()
     for flight in books.flights.values():
         if flight.target is not None:
             held[flight.target] += 1
@@ -144,8 +146,10 @@ def _check_holds(books: Books) -> None:
             leaving[flight.source] += 1
         elif flight.source is not None:
             held[flight.source] += 1
+            saves[flight.source] += flight.copy.why == "save"
     for slot in slots(books):
         assert slot.holds == held[slot], "holds are live leases and copies"
+        assert slot.saves == saves[slot], "saves of a named slot are counted"
         assert slot.pins == pinned[slot], "pins are counted"
         assert slot.leaving == leaving[slot], "copies that leave a slot are counted"
 

@@ -8,7 +8,7 @@ dropped unsaved, and counted; nothing ever waits in a command.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvstore.core.arena import Arena
 from kvstore.core.books import Books, Flight
@@ -117,8 +117,8 @@ class Moves:
     def _leave_by_running_save(self, slot: Slot, space: Space) -> None:
         """A victim that is being saved as an ancestor, perhaps since its own demotion made room."""
         flight = self.books.saving[space.id, slot.key]
-        assert (flight.source, slot.holds) == (slot, 1), "a victim is held only by its own save"
-        slot.holds = 0
+        assert (flight.source, slot.holds, slot.saves) == (slot, 1, 1), "a victim is not in use"
+        slot.holds = slot.saves = 0
         self._begin_leaving(flight)
 
     def _demote(self, slot: Slot, space: Space, now_ns: int) -> Slot | None:
@@ -186,7 +186,7 @@ class Moves:
             if books.moving >= books.limits.copies_in_flight_max:
                 break
             self._fly_save(ancestor, space, archive)
-            ancestor.holds += 1
+            _hold_for_save(ancestor)
 
     def save_for(self, slot: Slot, lease: WriteLease) -> None:
         """A durable commit waits until this READY block, and its ancestors, are in the archive."""
@@ -199,7 +199,7 @@ class Moves:
         if flight is None:
             self._save_ancestors(slot, space, archive)
             flight = self._fly_save(slot, space, archive)
-            slot.holds += 1
+            _hold_for_save(slot)
         flight.durable.append(lease)
         lease.saves += 1
 
@@ -230,23 +230,34 @@ class Moves:
         self._fly("load", space, key, None, slot, source=Place(archive, 0, 0, 0, 0))
         return slot
 
-    def promote(self, slot: Slot, arena: Arena, now_ns: int) -> None:
-        """Copies a READY, held block into a faster pool; its name moves when the copy is done."""
+    def promote(self, slots: Sequence[Slot], arena: Arena, now_ns: int) -> None:
+        """Copies READY, held blocks, given from head to tail, into a faster pool; their names move
+        when the copies are done. Slots are taken from the head on, the head's copy comes last, so
+        that it ends up warmest.
+        """
+        rising = [slot for slot in slots if self._rise(slot, arena, now_ns)]
+        for slot in reversed(rising):
+            space = slot.space
+            assert space is not None
+            self._fly("promote", space, slot.key, slot, slot.rising)
+
+    def _rise(self, slot: Slot, arena: Arena, now_ns: int) -> bool:
+        """Takes the slot that a block is promoted to."""
         space = slot.space
         books = self.books
         assert space is not None
         assert slot.holds
         if slot.rising or slot.pins or books.moving >= books.limits.copies_in_flight_max:
-            return
+            return False
         pool = space.pools[arena.tier]
         assert pool is not None
         target = self.take(pool, now_ns)
         if target is None:
-            return
+            return False
         pool.begin(target, space, slot.key, slot.parent, slot.depth, Fill(None))
         slot.rising = target
         slot.holds += 1
-        self._fly("promote", space, slot.key, slot, target)
+        return True
 
     # ------------------------------------------------------------------ copies
 
@@ -329,6 +340,7 @@ class Moves:
         if flight.leaves:
             self._end_leaving(source)
         else:
+            source.saves -= flight.copy.why == "save"
             release_holds((source,))
 
     def landed(self, flight: Flight, ok: bool, reason: Reason, now_ns: int) -> None:
@@ -420,3 +432,9 @@ class Moves:
             slot = space.index.get(key)
             if slot is not None:
                 slot.saved = False
+
+
+def _hold_for_save(slot: Slot) -> None:
+    """A save reads the slot under its name; it does not keep it from being evicted."""
+    slot.holds += 1
+    slot.saves += 1

@@ -42,7 +42,8 @@ class Fill:
 class Slot:
     """One slot. Preallocated with its region; changed by `Pool` and by the lease code alone.
 
-    code: the presence code of lookups. holds: see `states`. marked: releasing the last hold needs
+    code: the presence code of lookups. holds: see `states`; saves: those of them that only read the
+    slot to save it, under which it may still be evicted. marked: releasing the last hold needs
     more than counting (DOOMED, or shelved by the policy). leaving: copies that still read
     the former content; queued: fills that wait for them. rising: the slot that a promotion
     fills. saved: an archive has the block. command: the last command that used the block.
@@ -67,6 +68,7 @@ class Slot:
         "region",
         "rising",
         "saved",
+        "saves",
         "space",
         "state",
         "touched_ns",
@@ -80,6 +82,7 @@ class Slot:
         self.code = ABSENT
         self.generation = 0
         self.holds = 0
+        self.saves = 0
         self.pins = 0
         self.marked = False
         self.space: Space | None = None
@@ -94,6 +97,10 @@ class Slot:
         self.queued: list[Copy] = []
         self.rising: Slot | None = None
         self.command = 0
+
+    def in_use(self) -> bool:
+        """Whether somebody needs the slot as it is, so that it cannot be evicted."""
+        return self.holds > self.saves or self.state in (FILLING, DOOMED)
 
     def place(self, offset: int = 0) -> Place:
         """Where the slot's bytes are."""
@@ -119,12 +126,12 @@ class RegionBook:
         self.slots = [Slot(pool, self, number) for number in range(info.slots)]
 
     def held(self) -> bool:
-        """Whether a slot is held, being filled or doomed. Cheap while the same slot is."""
+        """Whether a slot is in use. Cheap while the same slot is."""
         blocker = self.blocker
-        if blocker is not None and (blocker.holds or blocker.state in (FILLING, DOOMED)):
+        if blocker is not None and blocker.in_use():
             return True
         for slot in self.slots:
-            if slot.holds or slot.state in (FILLING, DOOMED):
+            if slot.in_use():
                 self.blocker = slot
                 return True
         self.blocker = None
@@ -247,9 +254,9 @@ class Pool:
         self.policy.touch(slots, now_ns)
 
     def victim(self) -> Slot | None:
-        """The coldest slot that nobody holds; held ones on the way are shelved."""
+        """The coldest slot that is not in use; those in use on the way are shelved."""
         while (slot := self.policy.coldest()) is not None:
-            if not slot.holds:
+            if slot.holds == slot.saves:
                 return slot
             self.policy.shelve(slot)
             slot.marked = True

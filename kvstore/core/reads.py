@@ -149,13 +149,12 @@ class Reads:
         fastest = next((a for a in self.books.pools if reach is None or a.tier in reach), None)
         if fastest is None:
             return
-        for slot in lease.slots:
-            if (
-                slot is not None
-                and slot.pool.tier > fastest.tier
-                and slot.pool.policy.promote(slot)
-            ):
-                self.moves.promote(slot, fastest, now_ns)
+        worth = [
+            slot
+            for slot in lease.slots
+            if slot is not None and slot.pool.tier > fastest.tier and slot.pool.policy.promote(slot)
+        ]
+        self.moves.promote(worth, fastest, now_ns)
 
     def _landing(self, reach: frozenset[int] | None) -> Arena | None:
         """Where a load goes: the ingest pool, or the slowest pool that the reader reaches."""

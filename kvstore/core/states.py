@@ -5,9 +5,9 @@ Slot:   FREE -take-> FILLING -all parts done-> READY -evict-> FREE
 Space:  HELD -approve-> OPEN, OPEN | HELD -> CLOSED (final)
 
 Holds of a slot are the read leases on it and the copies that write it or read it under its name. A
-victim has none. A copy that saves what a victim was holds nothing: it *leaves* the slot, and the
-next fill of the slot waits for it. A slot's generation is raised when it is taken, before the first
-byte of the new content can be written.
+victim has none but its own save's. A copy that takes away what a victim was holds nothing: it
+*leaves* the slot, and the next fill of the slot waits for it. A slot's generation is raised when it
+is taken, before the first byte of the new content can be written.
 """
 
 from __future__ import annotations

@@ -551,9 +551,13 @@ class Simulation:
         if engine is None:
             return
         keys = prompt_keys(self.random.randrange(PROMPTS))[self.random.randrange(8) :]
-        saving = [c.key for c in self.machine.copies if c.why == "save"]
+        saving = [
+            copy.key
+            for copy in self.machine.copies
+            if copy.why == "save" and copy.space_id == engine.space_id
+        ]
         if saving and self.random.random() < 0.7:
-            keys = saving[:3]
+            keys = saving[:2]
         self.core.invalidate(space_id=engine.space_id, keys=keys, now_ns=self.now_ns)
         self._void(engine.space_id, keys)
 

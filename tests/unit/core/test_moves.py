@@ -1,0 +1,369 @@
+"""Between tiers: who goes down, what is saved, in what order bytes may move."""
+
+from __future__ import annotations
+
+from kvstore.core.effects import Copy, Forget
+from kvstore.core.pools import Slot
+from kvstore.model.reasons import Reason
+from kvstore.model.values import CoreLimits, LeaseMode
+from kvstore.policy.lru import Lru
+from tests.unit.core.harness import BLOCK, Bench, keys
+
+
+def saved(bench: Bench) -> list[bytes]:
+    """Keys of the saves that came out, in order."""
+    return [e.key for e in bench.seen if isinstance(e, Copy) and e.why == "save"]
+
+
+def test_the_tail_of_a_prompt_goes_first() -> None:
+    bench = Bench(slots=6)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(6))
+    bench.put(session, space, keys(2, "new"))
+    assert bench.have(session, space, keys(6)) == [True] * 4 + [False] * 2
+    assert bench.core.why_absent(session, space, keys(6)[5]).reason is Reason.MISS_EVICTED
+
+
+def test_a_used_prompt_outlives_an_unused_one() -> None:
+    bench = Bench(slots=8)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(4, "used"))
+    bench.put(session, space, keys(4, "unused"))
+    bench.use(session, space, keys(4, "used"))
+    bench.put(session, space, keys(4, "new"))
+    assert bench.have(session, space, keys(4, "used")) == [True] * 4
+    assert bench.have(session, space, keys(4, "unused")) == [False] * 4
+
+
+def test_the_head_stays_warmer_than_the_tail_over_acquire_and_commit() -> None:
+    bench = Bench(slots=6)
+    session = bench.session()
+    space = bench.space(session)
+    chain = keys(6)
+    bench.put(session, space, chain[:3])
+    bench.use(session, space, chain[:3])
+    bench.put(session, space, chain, first=3)
+    bench.put(session, space, keys(3, "new"))
+    assert bench.have(session, space, chain) == [True] * 3 + [False] * 3
+
+
+def test_a_victim_is_saved_with_its_ancestors_first() -> None:
+    bench = Bench(slots=4, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    chain = keys(4)
+    bench.put(session, space, chain)
+    bench.put(session, space, keys(1, "new"))
+    assert saved(bench) == chain
+    bench.put(session, space, keys(4, "new"))
+    assert saved(bench)[:4] == chain
+    assert chain[0] not in saved(bench)[4:], "what is saved is not saved again"
+
+
+def test_what_an_archive_has_aged_out_is_saved_again() -> None:
+    bench = Bench(slots=4, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(4))
+    bench.put(session, space, keys(1, "new"))
+    head = keys(4)[0]
+    bench.core.archive_dropped(bench.disk, space, [head])
+    bench.put(session, space, keys(4, "new"))
+    assert saved(bench).count(head) == 2
+
+
+def test_a_loaded_block_is_not_saved_again() -> None:
+    bench = Bench(slots=4, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    below = {keys(1)[0]: bench.disk}
+    lease = bench.acquire(session, space, keys(1), below=below, wait=True).lease_id
+    bench.run()
+    bench.core.release(session, [lease], bench.now_ns)
+    bench.put(session, space, keys(4, "new"))
+    assert saved(bench) == []
+
+
+class Picky(Lru[Slot]):
+    """Admits nothing."""
+
+    def admit(self, entry: Slot) -> bool:
+        return False
+
+
+def test_what_is_not_admitted_is_dropped_and_explained() -> None:
+    bench = Bench(slots=4, disk=True, policy=Picky)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(4))
+    bench.put(session, space, keys(4, "new"))
+    assert saved(bench) == []
+    reason = bench.core.why_absent(session, space, keys(4)[0]).reason
+    assert reason is Reason.MISS_NOT_ADMITTED
+
+
+def test_past_the_bound_victims_are_dropped_unsaved_and_counted() -> None:
+    limits = CoreLimits(staging_bytes=4 * BLOCK, staging_share=0.9, copies_in_flight_max=2)
+    bench = Bench(slots=32, disk=True, limits=limits)
+    session = bench.session()
+    space = bench.space(session)
+    for index in range(32):
+        bench.put(session, space, keys(1, f"alone {index}"))
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(4, "new"))
+    assert len(reserved.wanted) == 4, "a put does not wait for the disk"
+    assert len(bench.out("save")) == 2
+    bench.settle_all()
+    counters = bench.core.stats().counters
+    assert (counters["saved"], counters["dropped_unsaved"]) == (2, 2)
+
+
+def test_the_next_fill_of_a_slot_waits_for_the_save_of_its_victim() -> None:
+    bench = Bench(slots=4, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    for index in range(4):
+        bench.put(session, space, keys(1, f"alone {index}"))
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(1, "new"))
+    assert reserved.wanted == [0], "the slot is taken at once"
+    committed = bench.core.commit(session, reserved.lease_id, False, bench.now_ns)
+    assert committed.reason is Reason.OK
+    assert [copy.why for copy in bench.copies] == []
+    (save,) = bench.out("save")
+    assert bench.out("commit") == []
+    bench.finish(save)
+    (fill,) = bench.out("commit")
+    assert (fill.target.region, fill.target.slot) == (save.source.region, save.source.slot)
+    assert fill.target.generation == save.source.generation + 1
+
+
+def test_a_block_that_is_being_saved_as_an_ancestor_may_be_evicted_meanwhile() -> None:
+    bench = Bench(slots=32, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(32))
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(4, "new"))
+    assert len(reserved.wanted) == 4, "the first victim's save took its ancestors along"
+    assert len(bench.out("save")) == 32
+    bench.core.commit(session, reserved.lease_id, False, bench.now_ns)
+    assert bench.out("commit") == []
+    bench.settle_all()
+    assert bench.core.settle_commit(reserved.lease_id, bench.now_ns).visible == 4
+
+
+def test_a_failed_save_is_a_lost_block_and_no_more() -> None:
+    bench = Bench(slots=4, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(1))
+    bench.put(session, space, keys(3, "others"))
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(1, "new"))
+    bench.core.commit(session, reserved.lease_id, False, bench.now_ns)
+    (save,) = bench.out("save")
+    bench.finish(save, Reason.IO_ERROR)
+    bench.run()
+    bench.finish_all()
+    bench.run()
+    assert bench.core.settle_commit(reserved.lease_id, bench.now_ns).visible == 1
+    assert bench.core.stats().counters["saves_failed"] == 1
+
+
+def test_a_name_is_forgotten_behind_its_running_save() -> None:
+    bench = Bench(slots=4, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(1))
+    bench.put(session, space, keys(3, "others"))
+    bench.hold_copies = True
+    bench.reserve(session, space, keys(1, "new"))
+    (save,) = bench.out("save")
+    bench.core.invalidate(space_id=space, keys=keys(1), now_ns=bench.now_ns)
+    assert not [e for e in bench.run() if isinstance(e, Forget)]
+    bench.finish(save)
+    assert bench.run() == [Forget(bench.disk, space, save.key)]
+    assert bench.archived == set()
+
+
+def test_a_closed_space_is_forgotten_and_so_is_what_is_still_being_saved() -> None:
+    bench = Bench(slots=4, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(1))
+    bench.put(session, space, keys(3, "others"))
+    bench.hold_copies = True
+    bench.reserve(session, space, keys(1, "new"))
+    (save,) = bench.out("save")
+    bench.core.invalidate(space_id=space, now_ns=bench.now_ns)
+    assert Forget(bench.disk, space, b"") in bench.run()
+    bench.finish(save)
+    assert bench.run() == [Forget(bench.disk, space, save.key)]
+
+
+def test_a_durable_commit_waits_for_the_archive() -> None:
+    bench = Bench(slots=16, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(2))
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(4))
+    bench.core.commit(session, reserved.lease_id, True, bench.now_ns)
+    bench.run()
+    bench.finish_all("commit")
+    assert bench.have(session, space, keys(4)) == [True] * 4
+    bench.ready.clear()
+    saves = bench.out("save")
+    assert [copy.key for copy in saves] == keys(4), "with the ancestors that are not saved"
+    assert bench.ready == []
+    for copy in saves:
+        bench.finish(copy)
+    bench.run()
+    assert bench.ready == [reserved.lease_id]
+    assert bench.core.settle_commit(reserved.lease_id, bench.now_ns) == (2, 0, 0, Reason.OK)
+
+
+def test_a_durable_commit_tells_when_the_archive_failed() -> None:
+    bench = Bench(slots=8, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(1))
+    bench.core.commit(session, reserved.lease_id, True, bench.now_ns)
+    bench.run()
+    bench.finish_all("commit")
+    bench.finish(bench.out("save")[0], Reason.DISK_FULL)
+    result = bench.core.settle_commit(reserved.lease_id, bench.now_ns)
+    assert (result.visible, result.reason) == (1, Reason.DISK_FULL)
+
+
+def test_a_durable_commit_is_refused_without_an_archive() -> None:
+    bench = Bench()
+    session = bench.session()
+    space = bench.space(session)
+    reserved = bench.reserve(session, space, keys(1))
+    committed = bench.core.commit(session, reserved.lease_id, True, bench.now_ns)
+    assert committed == (False, Reason.NO_DURABLE_TIER)
+    assert bench.commit(session, reserved.lease_id).visible == 1, "it may still be committed"
+
+
+# ---------------------------------------------------------------- two pools
+
+
+def test_the_second_hit_lifts_a_block_into_the_faster_pool() -> None:
+    bench = Bench(slots=8, device_slots=4)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(2))
+    assert bench.core.lookup(session, space, keys(2)) == bytes([2, 2])
+    bench.use(session, space, keys(2))
+    bench.run()
+    bench.use(session, space, keys(2))
+    bench.run()
+    assert bench.core.lookup(session, space, keys(2)) == bytes([1, 1])
+    pools = bench.core.stats().pools
+    assert [pool.blocks for pool in pools] == [2, 0]
+
+
+def test_a_block_is_not_lifted_for_one_who_cannot_reach_it() -> None:
+    bench = Bench(slots=8, device_slots=4)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(1))
+    for _ in range(3):
+        lease = bench.acquire(session, space, keys(1), reach=frozenset({1})).lease_id
+        bench.core.release(session, [lease], bench.now_ns)
+        bench.run()
+    assert bench.core.lookup(session, space, keys(1)) == bytes([2])
+
+
+def lifted(slots: int = 8, device_slots: int = 4) -> tuple[Bench, int, int]:
+    """A bench whose device is full of the prompt `keys(device_slots)`."""
+    bench = Bench(slots=slots, device_slots=device_slots)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(device_slots))
+    for _ in range(2):
+        bench.use(session, space, keys(device_slots))
+        bench.run()
+    assert bench.core.lookup(session, space, keys(device_slots)) == bytes([1]) * device_slots
+    return bench, session, space
+
+
+def test_what_is_evicted_above_moves_to_the_pool_below() -> None:
+    bench, session, space = lifted()
+    bench.put(session, space, keys(1, "hot"))
+    for _ in range(2):
+        bench.use(session, space, keys(1, "hot"))
+        bench.run()
+    assert bench.core.lookup(session, space, keys(1, "hot")) == bytes([1])
+    assert bench.core.lookup(session, space, keys(4)) == bytes([1, 1, 1, 2])
+
+
+def test_who_cannot_reach_the_faster_pool_gets_the_block_moved_down() -> None:
+    bench, session, space = lifted()
+    host = frozenset({1})
+    assert not bench.acquire(session, space, keys(1), reach=host).lease_id
+    waiting = bench.acquire(session, space, keys(1), reach=host, wait=True)
+    bench.run()
+    settled = bench.core.settle(waiting.lease_id, bench.now_ns)
+    assert settled.places[0] is not None
+    assert settled.places[0].tier == 1
+
+
+def test_a_reader_above_keeps_its_bytes_while_the_block_moves_down() -> None:
+    bench, session, space = lifted()
+    held = bench.acquire(session, space, keys(1), mode=LeaseMode.VIEW).lease_id
+    (place,) = bench.core.settle(held, bench.now_ns).places
+    bench.acquire(session, space, keys(1), reach=frozenset({1}), wait=True)
+    bench.run()
+    assert bench.core.settle(held, bench.now_ns).places == [place]
+    free = bench.core.stats().pools[0].free_slots
+    bench.core.release(session, [held], bench.now_ns)
+    assert bench.core.stats().pools[0].free_slots == free + 1
+
+
+def test_a_promotion_that_fails_leaves_the_block_where_it_was() -> None:
+    bench = Bench(slots=8, device_slots=4)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(1))
+    bench.use(session, space, keys(1))
+    bench.hold_copies = True
+    bench.use(session, space, keys(1))
+    bench.finish(bench.out("promote")[0], Reason.COPY_FAILED)
+    bench.run()
+    assert bench.core.lookup(session, space, keys(1)) == bytes([2])
+    assert bench.core.stats().pools[0].free_slots == 4
+
+
+def test_an_invalidation_during_a_promotion_leaves_nothing() -> None:
+    bench = Bench(slots=8, device_slots=4)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(1))
+    bench.use(session, space, keys(1))
+    bench.hold_copies = True
+    bench.use(session, space, keys(1))
+    assert len(bench.out("promote")) == 1
+    bench.core.invalidate(space_id=space, keys=keys(1), now_ns=bench.now_ns)
+    bench.finish_all()
+    bench.run()
+    assert bench.core.lookup(session, space, keys(1)) == bytes(1)
+    assert sum(pool.blocks for pool in bench.core.stats().pools) == 0
+
+
+def test_the_fill_of_a_slot_above_waits_for_its_victims_way_down() -> None:
+    bench, session, space = lifted()
+    bench.put(session, space, keys(1, "hot"))
+    bench.use(session, space, keys(1, "hot"))
+    bench.hold_copies = True
+    bench.use(session, space, keys(1, "hot"))
+    (demote,) = bench.out("demote")
+    assert bench.out("promote") == []
+    bench.finish(demote)
+    (promote,) = bench.out("promote")
+    assert promote.target.slot == demote.source.slot

@@ -1,0 +1,289 @@
+"""Reservations: nothing before the commit, all after it, nothing left of what was given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.core.effects import AssignStaging, Copy, Ready, UnassignStaging
+from kvstore.model.reasons import Reason
+from kvstore.model.values import STAGING, CoreLimits
+from tests.unit.core.harness import BLOCK, KIB, SECOND, Bench, keys
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(sessions=2)
+
+
+def test_nothing_is_visible_before_all_copies_are_done(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(3))
+    assert bench.have(session, space, keys(3)) == [False] * 3
+    bench.core.commit(session, reserved.lease_id, False, bench.now_ns)
+    copies = bench.out("commit")
+    assert len(copies) == 3
+    for copy in copies[:2]:
+        bench.finish(copy)
+        assert bench.core.lookup(session, space, keys(3)) == b"\xff" * 3
+    bench.finish(copies[2])
+    assert bench.have(session, space, keys(3)) == [True] * 3
+    assert bench.run() == [Ready(reserved.lease_id)]
+    assert bench.core.settle_commit(reserved.lease_id, 0) == (3, 0, 0, Reason.OK)
+    assert bench.core.stats().write_leases == 0
+
+
+def test_staging_is_assigned_on_first_use_and_closed_with_the_session(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    assert bench.run() == []
+    reserved = bench.reserve(session, space, keys(2))
+    first = bench.run()[0]
+    assert first == AssignStaging(reserved.staging_region, session, bench.core.limits.staging_bytes)
+    assert bench.core.staging_of(session) == reserved.staging_region
+    bench.hold_regions = True
+    bench.core.end_session(session, bench.now_ns)
+    assert UnassignStaging(reserved.staging_region) in bench.run()
+    assert bench.core.stats().pools[0].closing_bytes == bench.core.limits.staging_bytes
+    bench.let_go()
+    assert bench.core.stats().pools[0].closing_bytes == 0
+
+
+def test_copies_go_from_staging_to_the_part_of_a_new_generation(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(2))
+    bench.core.commit(session, reserved.lease_id, False, bench.now_ns)
+    copies = bench.out("commit")
+    assert [copy.source.tier for copy in copies] == [STAGING] * 2
+    assert [copy.source.offset for copy in copies] == reserved.offsets
+    assert [copy.key for copy in copies] == keys(2)
+    assert [copy.target.generation for copy in copies] == [1, 1]
+    assert {copy.length for copy in copies} == {BLOCK}
+
+
+def test_a_reused_slot_gets_a_new_generation_before_it_is_filled() -> None:
+    bench = Bench(slots=4)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(4, "old"))
+    assert bench.put(session, space, keys(4, "new")) == 4
+    targets = [e.target for e in bench.seen if isinstance(e, Copy)]
+    assert [place.generation for place in targets] == [1] * 4 + [2] * 4
+
+
+def test_the_first_writer_wins(bench: Bench) -> None:
+    one, two = bench.session(group=b"one"), bench.session(group=b"two")
+    space = bench.space(one)
+    first = bench.reserve(one, space, keys(3))
+    second = bench.reserve(two, space, keys(4))
+    assert (second.wanted, second.reserved) == ([3], 3)
+    bench.commit(one, first.lease_id)
+    third = bench.reserve(two, space, keys(3))
+    assert (third.lease_id, third.present, third.reason) == (0, 3, Reason.OK)
+
+
+def test_only_offered_blocks_are_wanted(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    reserved = bench.reserve(session, space, keys(5), first=3)
+    assert reserved.wanted == [3, 4]
+
+
+def test_more_than_staging_holds_is_taken_in_windows_from_the_head(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    first = bench.reserve(session, space, keys(6))
+    assert (first.wanted, first.reason) == ([0, 1, 2, 3], Reason.STAGING_BUSY)
+    assert bench.reserve(session, space, keys(6)).reason is Reason.STAGING_BUSY
+    bench.commit(session, first.lease_id)
+    second = bench.reserve(session, space, keys(6))
+    assert (second.wanted, second.reason) == ([4, 5], Reason.OK)
+
+
+def test_a_prompt_does_not_push_out_its_own_head() -> None:
+    bench = Bench(slots=6)
+    session = bench.session()
+    space = bench.space(session)
+    chain = keys(9)
+    assert bench.put(session, space, chain[:5]) == 5
+    assert bench.put(session, space, chain) == 1
+    assert bench.reserve(session, space, chain).reason is Reason.NO_SPACE
+    assert bench.have(session, space, chain) == [True] * 6 + [False] * 3
+
+
+def test_an_abort_frees_keys_slots_and_staging(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    for _ in range(50):
+        reserved = bench.reserve(session, space, keys(4))
+        assert len(reserved.wanted) == 4
+        assert bench.core.release(session, [reserved.lease_id], bench.now_ns) == (1, 0)
+        bench.run()
+    assert bench.core.stats().pools[0].free_slots == 4
+    assert bench.core.why_absent(session, space, keys(1)[0]).reason is Reason.MISS_NEVER_STORED
+
+
+def test_an_expired_reservation_frees_its_keys_at_once_its_staging_when_the_writer_stopped(
+    bench: Bench,
+) -> None:
+    slow, other = bench.session(group=b"slow"), bench.session(group=b"other")
+    space = bench.space(slow)
+    late = bench.reserve(slow, space, keys(4), ttl_ns=SECOND)
+    bench.pass_time(2 * SECOND)
+    assert len(bench.reserve(other, space, keys(4)).wanted) == 4
+    assert bench.reserve(slow, space, keys(2, "more")).reason is Reason.STAGING_BUSY
+    committed = bench.core.commit(slow, late.lease_id, False, bench.now_ns)
+    assert (committed.ready, committed.reason) == (False, Reason.LEASE_EXPIRED)
+    assert len(bench.reserve(slow, space, keys(2, "more")).wanted) == 2
+
+
+def test_staging_of_an_expired_reservation_ends_with_its_session(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    bench.reserve(session, space, keys(4), ttl_ns=SECOND)
+    bench.pass_time(2 * SECOND)
+    bench.core.end_session(session, bench.now_ns)
+    bench.run()
+    stats = bench.core.stats()
+    assert (stats.write_leases, stats.pools[0].staging_bytes) == (0, 0)
+
+
+def test_a_commit_that_is_asked_for_twice_happens_once(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(2))
+    for _ in range(3):
+        bench.core.commit(session, reserved.lease_id, False, bench.now_ns)
+    assert len(bench.out("commit")) == 2
+    bench.finish_all()
+    bench.run()
+    assert bench.ready == [reserved.lease_id]
+
+
+def test_another_session_cannot_commit(bench: Bench) -> None:
+    session, stranger = bench.session(), bench.session(group=b"stranger")
+    space = bench.space(session)
+    reserved = bench.reserve(session, space, keys(1))
+    committed = bench.core.commit(stranger, reserved.lease_id, False, bench.now_ns)
+    assert committed.reason is Reason.LEASE_UNKNOWN
+
+
+def test_a_given_commit_outlives_its_session(bench: Bench) -> None:
+    session, reader = bench.session(), bench.session(group=b"reader")
+    space = bench.space(session)
+    bench.hold_copies = bench.hold_regions = True
+    reserved = bench.reserve(session, space, keys(2))
+    bench.core.commit(session, reserved.lease_id, False, bench.now_ns)
+    bench.core.end_session(session, bench.now_ns)
+    bench.run()
+    assert bench.closing == [], "staging is closed when no copy reads it any more"
+    bench.finish_all()
+    bench.run()
+    assert bench.have(reader, space, keys(2)) == [True, True]
+    assert bench.closing == [reserved.staging_region]
+    assert bench.core.stats().write_leases == 0
+
+
+def test_the_end_of_a_session_drops_what_it_did_not_commit(bench: Bench) -> None:
+    session, reader = bench.session(), bench.session(group=b"reader")
+    space = bench.space(session)
+    bench.reserve(session, space, keys(3))
+    bench.core.end_session(session, bench.now_ns)
+    bench.run()
+    assert bench.core.lookup(reader, space, keys(3)) == bytes(3)
+    assert bench.core.stats().pools[0].free_slots == 4
+
+
+def test_a_failed_copy_loses_its_block_alone(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(3))
+    bench.core.commit(session, reserved.lease_id, False, bench.now_ns)
+    failing = bench.out("commit")[1]
+    bench.finish(failing, Reason.COPY_FAILED)
+    bench.finish_all()
+    result = bench.core.settle_commit(reserved.lease_id, bench.now_ns)
+    assert result == (2, 0, 1, Reason.COPY_FAILED)
+    assert bench.have(session, space, keys(3)) == [True, False, True]
+
+
+@pytest.mark.parametrize("what", ["keys", "space", "epoch"])
+def test_what_was_reserved_before_an_invalidation_is_never_visible(bench: Bench, what: str) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    bench.hold_copies = True
+    before = bench.reserve(session, space, keys(2))
+    during = bench.reserve(session, space, keys(2, "during"))
+    bench.core.commit(session, during.lease_id, False, bench.now_ns)
+    assert len(bench.out("commit")) == 2
+    if what == "keys":
+        both = keys(2) + keys(2, "during")
+        bench.core.invalidate(space_id=space, keys=both, now_ns=bench.now_ns)
+    elif what == "space":
+        bench.core.invalidate(space_id=space, now_ns=bench.now_ns)
+    else:
+        bench.core.set_epoch("model", 1, "new weights", bench.now_ns)
+    committed = bench.core.commit(session, before.lease_id, False, bench.now_ns)
+    assert committed.ready, "there is nothing left to copy"
+    bench.run()
+    bench.finish_all()
+    bench.run()
+    for lease in (before, during):
+        result = bench.core.settle_commit(lease.lease_id, bench.now_ns)
+        assert (result.visible, result.failed) == (0, 2)
+    assert not any(bench.core.lookup(session, space, keys(2) + keys(2, "during")))
+    assert bench.core.stats().pools[0].blocks == 0
+
+
+def test_a_slot_is_not_free_while_a_copy_still_writes_it(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(2))
+    bench.core.commit(session, reserved.lease_id, False, bench.now_ns)
+    bench.run()
+    bench.core.invalidate(space_id=space, keys=keys(2), now_ns=bench.now_ns)
+    assert bench.core.stats().pools[0].free_slots == 2
+    bench.finish_all()
+    assert bench.core.stats().pools[0].free_slots == 4
+
+
+def test_draining_takes_no_reservation_but_goes_on_reading(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(2))
+    pending = bench.reserve(session, space, keys(2, "pending"))
+    bench.core.drain(bench.now_ns)
+    assert bench.reserve(session, space, keys(1, "more")).reason is Reason.DRAINING
+    assert bench.use(session, space, keys(2)) == 2
+    assert bench.commit(session, pending.lease_id).visible == 2
+
+
+def test_bounds_are_answers(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    core = bench.core
+    assert bench.reserve(session, space, keys(1), part=1).reason is Reason.BAD_PART
+    assert bench.reserve(session, space + 99, keys(1)).reason is Reason.SPACE_UNKNOWN
+    assert bench.reserve(session + 99, space, keys(1)).reason is Reason.SESSION_UNKNOWN
+    too_many = [keys(1)[0]] * (core.limits.keys_per_call_max + 1)
+    assert bench.reserve(session, space, too_many).reason is Reason.TOO_MANY_KEYS
+    small = Bench(limits=CoreLimits(leases_per_session_max=1, staging_bytes=64 * KIB))
+    session = small.session()
+    space = small.space(session)
+    assert small.reserve(session, space, keys(1)).lease_id
+    assert small.reserve(session, space, keys(1, "b")).reason is Reason.LIMIT_LEASES
+
+
+def test_a_key_twice_in_a_chain_is_stored_once(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    one = keys(1)[0]
+    reserved = bench.reserve(session, space, [one, one])
+    assert reserved.wanted == [0]
+    assert bench.commit(session, reserved.lease_id).visible == 1
