@@ -1,0 +1,318 @@
+"""The client for asyncio: the same operations, driven in threads of its own.
+
+The loop's thread never hashes, copies or waits. A cancelled call ends its leases, and does not
+return to the caller while a copy into the caller's memory is under way.
+
+gRPC's own asyncio client is not used: its poller thread stays inside gRPC for good, and a fork of
+such a process leaves the child broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from kvstore.model.cost import PrefillCost
+from kvstore.model.fingerprint import Fingerprint, Verdict
+from kvstore.model.keys import BlockKey, Extras, Tokens
+from kvstore.model.reasons import Reason
+from kvstore_client import calls
+from kvstore_client.channel import CallFailed, Transport
+from kvstore_client.config import ClientConfig
+from kvstore_client.results import (
+    NO_ADVICE,
+    Connection,
+    Fetched,
+    Hit,
+    KeyExplanation,
+    Pushed,
+    Rank,
+    SpaceStatus,
+)
+from kvstore_client.root import Prepared, Root, typed_error
+from kvstore_client.spaces import KeysOrHit, SpaceCore, TokensOrKeys
+from kvstore_client.steps import (
+    Local,
+    Step,
+    Stream,
+)
+from kvstore_client.views import Views
+
+__all__ = ["AsyncClient", "AsyncSpace"]
+
+GRACE_S = 0.05
+"""An operation keeps its deadline by itself; this long after it one that is stuck in line is given
+up."""
+
+T = TypeVar("T")
+
+
+class _Progress:
+    """Where an operation is, seen from the loop. It stops before its next step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._in_memory = False
+
+    def may_go_on(self, step: Step | None) -> bool:
+        with self._lock:
+            if not self._stopped:
+                self._in_memory = isinstance(step, Local | Stream)
+            return not self._stopped
+
+    def stop(self) -> bool:
+        """True if the caller's memory is in use until the operation has ended."""
+        with self._lock:
+            self._stopped = True
+            return self._in_memory
+
+
+async def _run(
+    root: Root,
+    prepare: Callable[[], Prepared[T]],
+    deadline_ms: int | None,
+    late: Callable[[], T] | None,
+) -> T:
+    """Runs an operation in the client's threads. `late` makes the result of one that never began;
+    None: Unavailable is raised.
+    """
+    deadline = root.deadline(deadline_ms)
+    workers = root.workers()
+    progress = _Progress()
+
+    def work() -> T:
+        if not progress.may_go_on(None):
+            raise CallFailed(Reason.CANCELLED)
+        return root.run(prepare(), deadline, progress.may_go_on)
+
+    future = asyncio.get_running_loop().run_in_executor(workers, work)
+    try:
+        done, _ = await asyncio.wait({future}, timeout=deadline.left_s() + GRACE_S)
+        if not done:
+            await _stop(progress, future)
+    except asyncio.CancelledError:
+        await _stop(progress, future)
+        raise
+    if not future.done():
+        if late is None:
+            raise typed_error(CallFailed(Reason.DEADLINE_EXCEEDED, "all async_threads are busy"))
+        return late()
+    try:
+        return future.result()
+    except CallFailed as failure:
+        raise typed_error(failure) from None
+
+
+async def _stop(progress: _Progress, future: asyncio.Future[Any]) -> None:
+    future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    in_memory = progress.stop()
+    while in_memory and not future.done():
+        # Copies are short; whoever cancels twice waits for them as well.
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({future})
+
+
+class AsyncClient:
+    """As `Client`, with coroutines. Not bound to a loop."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        config: ClientConfig | None = None,
+        engine_id: str = "",
+        group: bytes | None = None,
+        transport: Callable[[], Transport] | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._root = Root(target, config or ClientConfig(), engine_id, group, transport, clock)
+        self._finalizer = weakref.finalize(self, self._root.close)
+
+    def space(self, fingerprint: Fingerprint, rank: int | Rank = 0) -> AsyncSpace:
+        """See Client.space."""
+        return AsyncSpace(SpaceCore(self._root, fingerprint, rank))
+
+    async def connection(self, deadline_ms: int | None = None) -> Connection:
+        """See Client.connection."""
+        prepared = Prepared(
+            lambda context: calls.connection(),
+            lambda reason, detail, _: Connection("", reason, detail=detail),
+        )
+        return await _run(
+            self._root,
+            lambda: prepared,
+            deadline_ms,
+            lambda: Connection("", Reason.DEADLINE_EXCEEDED),
+        )
+
+    async def close(self) -> None:
+        """See Client.close."""
+        await asyncio.to_thread(self._finalizer)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+class AsyncSpace:
+    """As `Space`, with coroutines; the arguments and results are described there."""
+
+    def __init__(self, core: SpaceCore) -> None:
+        self._core = core
+
+    @property
+    def block_bytes(self) -> int:
+        return self._core.spec.layout.block_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        return self._core.spec.layout.part_bytes
+
+    @property
+    def block_tokens(self) -> int:
+        return self._core.spec.block_tokens
+
+    def keys(
+        self, tokens: Tokens, *, salt: bytes = b"", extras: Extras | None = None
+    ) -> list[BlockKey]:
+        """See Space.keys. In this thread: about 1 us a block."""
+        return self._core.keys(tokens, salt=salt, extras=extras)
+
+    async def status(self, *, deadline_ms: int | None = None) -> SpaceStatus:
+        return await _run(
+            self._core.root,
+            self._core.status,
+            deadline_ms,
+            lambda: SpaceStatus(Verdict.INCOMPATIBLE, Reason.DEADLINE_EXCEEDED),
+        )
+
+    async def lookup(
+        self,
+        tokens_or_keys: TokensOrKeys,
+        *,
+        prefill: PrefillCost | None = None,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> Hit:
+        return await _run(
+            self._core.root,
+            lambda: self._core.lookup(tokens_or_keys, prefill, request_id),
+            deadline_ms,
+            lambda: Hit(0, 0, b"", (), NO_ADVICE, Reason.DEADLINE_EXCEEDED),
+        )
+
+    async def fetch(
+        self,
+        keys: KeysOrHit,
+        out: Any = None,
+        *,
+        part: bool = False,
+        wait_ms: int = 0,
+        all_or_nothing: bool = False,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> Fetched:
+        return await _run(
+            self._core.root,
+            lambda: self._core.fetch(
+                keys,
+                out,
+                part=part,
+                wait_ms=wait_ms,
+                all_or_nothing=all_or_nothing,
+                request_id=request_id,
+            ),
+            deadline_ms,
+            lambda: Fetched(0, 0, out, Reason.DEADLINE_EXCEEDED),
+        )
+
+    async def fetch_tensors(
+        self,
+        keys: KeysOrHit,
+        *,
+        wait_ms: int = 0,
+        all_or_nothing: bool = False,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> Fetched:
+        self._core.check_tensors()
+        fetched = await self.fetch(
+            keys,
+            wait_ms=wait_ms,
+            all_or_nothing=all_or_nothing,
+            request_id=request_id,
+            deadline_ms=deadline_ms,
+        )
+        return fetched if fetched.data is None else self._core.tensors(fetched)
+
+    @contextlib.asynccontextmanager
+    async def view(
+        self,
+        keys: KeysOrHit,
+        *,
+        wait_ms: int = 0,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> AsyncIterator[Views]:
+        views = await _run(
+            self._core.root,
+            lambda: self._core.view(keys, wait_ms, request_id),
+            deadline_ms,
+            lambda: Views(None, None, Reason.DEADLINE_EXCEEDED),
+        )
+        try:
+            yield views
+        finally:
+            views.end()
+
+    async def push(
+        self,
+        tokens_or_keys: TokensOrKeys,
+        data: Any,
+        *,
+        first_block: int = 0,
+        attempt: int = 0,
+        durable: bool = False,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> Pushed:
+        """See Space.push. A `fill` is called in one of the client's threads."""
+        return await _run(
+            self._core.root,
+            lambda: self._core.push(
+                tokens_or_keys,
+                data,
+                first_block=first_block,
+                attempt=attempt,
+                durable=durable,
+                request_id=request_id,
+            ),
+            deadline_ms,
+            lambda: Pushed(0, 0, 0, 0, 0, 0, Reason.DEADLINE_EXCEEDED),
+        )
+
+    async def explain(
+        self, keys: Sequence[BlockKey], *, deadline_ms: int | None = None
+    ) -> list[KeyExplanation]:
+        return await _run(self._core.root, lambda: self._core.explain(keys), deadline_ms, None)
+
+    def observe_prefill(
+        self, prompt_tokens: int, cached_tokens: int, elapsed_ms: float
+    ) -> PrefillCost | None:
+        """See Space.observe_prefill."""
+        self._core.prefill.observe(prompt_tokens, cached_tokens, elapsed_ms * 1e3)
+        return self._core.prefill.cost()

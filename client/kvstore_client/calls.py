@@ -1,0 +1,317 @@
+"""Opening a space, lookup, status, explain: the operations that move no blocks.
+
+`reads` and `writes` move blocks. All are generators, see `steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.model.cost import PrefillCost
+from kvstore.model.fingerprint import Difference, Fingerprint, Verdict
+from kvstore.model.keys import BlockKey
+from kvstore.model.layout import Layout
+from kvstore.model.reasons import Reason
+from kvstore.wire import convert
+from kvstore.wire.v1 import store_pb2 as pb
+from kvstore_client.channel import CallFailed
+from kvstore_client.results import (
+    NO_ADVICE,
+    Connection,
+    Hit,
+    KeyExplanation,
+    LoadAdvice,
+    SpaceStatus,
+)
+from kvstore_client.session import Session
+from kvstore_client.steps import Connect, Operation, Refusal, Rpc, Step
+
+__all__ = [
+    "Binding",
+    "Refused",
+    "SpaceSpec",
+    "check_digest",
+    "connection",
+    "explain",
+    "in_space",
+    "lookup",
+    "missed",
+    "opened",
+    "status",
+]
+
+SPACE_GONE = frozenset({Reason.SPACE_UNKNOWN, Reason.SPACE_CLOSED, Reason.MISS_INVALIDATED})
+
+
+# ---------------------------------------------------------------- spaces
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceSpec:
+    """What a user asked for: a fingerprint, and which part of its blocks this process fills."""
+
+    fingerprint: Fingerprint
+    layout: Layout
+    part: int
+
+    @property
+    def block_tokens(self) -> int:
+        return self.layout.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What the daemon made of it, in one session. space_id 0: refused."""
+
+    space_id: int
+    verdict: Verdict
+    reason: Reason
+    digest: bytes
+    differences: tuple[Difference, ...]
+    missing: tuple[str, ...]
+    review_id: int
+    detail: str
+
+
+class Refused(Refusal):
+    """The fingerprint was not accepted."""
+
+    def __init__(self, binding: Binding) -> None:
+        super().__init__(binding.reason, binding.detail, binding.differences)
+        self.binding = binding
+
+
+def opened(spec: SpaceSpec) -> Operation[tuple[Session, Binding]]:
+    """The space, opened in the current session if it is not yet. Raises Refused."""
+    session: Session = yield Connect()
+    binding: Binding | None = session.spaces.get(spec.fingerprint.digest)
+    if binding is None:
+        request = pb.OpenRequest(
+            session=session.secret, fingerprint=convert.fingerprint_to_wire(spec.fingerprint)
+        )
+        reply: pb.OpenReply = yield Rpc(session, "Open", request, pb.OpenReply)
+        binding = _binding(spec, reply)
+        if not binding.space_id:
+            # Not remembered: an operator may decide otherwise at any moment.
+            raise Refused(binding)
+        session.spaces[spec.fingerprint.digest] = binding
+    return session, binding
+
+
+def _binding(spec: SpaceSpec, reply: pb.OpenReply) -> Binding:
+    reason = Reason.from_wire(reply.reason)
+    verdict = convert.verdict_from_wire(reply.verdict)
+    if reply.space_id:
+        # An incomplete fingerprint may have been completed by an operator: then the digest is that
+        # of the complete one. Any other digest is another model's.
+        completed = bool(spec.fingerprint.missing())
+        if not completed and reply.fingerprint_digest != spec.fingerprint.digest:
+            raise CallFailed(Reason.INTERNAL, "the daemon opened a space of another fingerprint")
+        if reply.block_bytes != spec.layout.block_bytes or reply.parts != len(spec.layout.parts):
+            raise CallFailed(Reason.INTERNAL, "the daemon's blocks have another layout")
+        if verdict not in (Verdict.MATCH, Verdict.HELD):
+            raise CallFailed(Reason.INTERNAL, f"a space with the verdict {verdict.value}")
+    elif reason in (Reason.OK, Reason.UNSPECIFIED):
+        reason = Reason.INTERNAL
+    return Binding(
+        reply.space_id,
+        verdict if reply.space_id else Verdict.INCOMPATIBLE,
+        reason,
+        reply.fingerprint_digest,
+        convert.differences_from_wire(reply.differences),
+        tuple(reply.missing),
+        reply.review_id,
+        reply.detail,
+    )
+
+
+def in_space(spec: SpaceSpec, session: Session, rpc: Step) -> Operation[Any]:
+    """A step on an open space; what the daemon closed is opened again by the next operation."""
+    try:
+        reply = yield rpc
+    except CallFailed as failure:
+        if failure.reason in SPACE_GONE:
+            session.spaces.pop(spec.fingerprint.digest, None)
+        raise
+    if Reason.from_wire(getattr(reply, "reason", 0)) in SPACE_GONE:
+        session.spaces.pop(spec.fingerprint.digest, None)
+    return reply
+
+
+def check_digest(binding: Binding, digest: bytes) -> None:
+    """Raises CallFailed unless an answer is about the space that was asked."""
+    if digest != binding.digest:
+        raise CallFailed(Reason.MISS_INCOMPATIBLE, "the answer is about another fingerprint")
+
+
+def status(spec: SpaceSpec) -> Operation[SpaceStatus]:
+    """What the daemon says to the fingerprint now."""
+    session: Session = yield Connect()
+    session.spaces.pop(spec.fingerprint.digest, None)
+    try:
+        _, binding = yield from opened(spec)
+    except Refused as refused:
+        binding = refused.binding
+    return SpaceStatus(
+        binding.verdict,
+        binding.reason,
+        binding.differences,
+        binding.missing,
+        binding.review_id,
+        binding.digest,
+        binding.detail,
+    )
+
+
+def connection() -> Operation[Connection]:
+    """How this client is connected, after connecting if it was not."""
+    session: Session = yield Connect()
+    return Connection(
+        "stream" if session.memory is None else "shm",
+        Reason.OK,
+        session.instance_id,
+        session.daemon_version,
+        session.tiers,
+        session.detail,
+    )
+
+
+# ---------------------------------------------------------------- lookup
+
+
+def lookup(
+    spec: SpaceSpec,
+    keys: Sequence[BlockKey],
+    *,
+    prompt_tokens: int,
+    prefill: PrefillCost | None,
+    request_id: str,
+) -> Operation[Hit]:
+    """How much of a prompt is stored. More keys than one call may have are asked in several; the
+    plan then has no gate.
+    """
+    session, binding = yield from opened(spec)
+    limit = session.keys_per_call_max
+    if len(keys) > limit:
+        prefill = None
+    blocks, tiers, advice = 0, b"", NO_ADVICE
+    reason = Reason.OK
+    differences: tuple[Difference, ...] = ()
+    for start in range(0, max(1, len(keys)), limit):
+        part = keys[start : start + limit]
+        request = pb.LookupRequest(
+            session=session.secret,
+            queries=[pb.Query(space_id=binding.space_id, keys=b"".join(part))],
+            request_id=request_id,
+            prompt_tokens=min(prompt_tokens, 0xFFFF_FFFF),
+        )
+        if prefill is not None:
+            request.prefill.a_us_per_token, request.prefill.b_us_per_token2 = prefill
+        reply: pb.LookupReply = yield from in_space(
+            spec, session, Rpc(session, "Lookup", request, pb.LookupReply)
+        )
+        hit = _group_hit(binding, reply, len(part))
+        blocks += hit.hit_blocks
+        tiers += hit.tiers[: hit.hit_blocks]
+        advice = _add(advice, _advice(reply.plan, hit.hit_blocks))
+        reason = Reason.from_wire(hit.reason)
+        differences = convert.differences_from_wire(hit.differences)
+        if hit.hit_blocks < len(part):
+            break
+    return Hit(
+        blocks=blocks,
+        tokens=blocks * spec.block_tokens,
+        tiers=bytes(code - 1 for code in tiers),
+        keys=tuple(keys),
+        plan=advice,
+        reason=reason,
+        differences=differences,
+    )
+
+
+def _group_hit(binding: Binding, reply: pb.LookupReply, asked: int) -> pb.GroupHit:
+    """The answer about the one group that was asked about; raises CallFailed if it is none."""
+    if len(reply.groups) != 1:
+        raise CallFailed(Reason.INTERNAL, f"{len(reply.groups)} answers to one query")
+    hit = reply.groups[0]
+    check_digest(binding, hit.fingerprint_digest)
+    run = hit.tiers[: hit.hit_blocks]
+    if len(hit.tiers) > asked or len(run) != hit.hit_blocks or 0 in run or 255 in run:
+        raise CallFailed(Reason.INTERNAL, "the answer contradicts itself")
+    return hit
+
+
+def _advice(plan: pb.Plan, blocks: int) -> LoadAdvice:
+    return LoadAdvice(
+        min(plan.load_blocks, blocks),
+        plan.recompute_tokens,
+        plan.load_ms,
+        plan.ideal_load_ms,
+        plan.recompute_ms,
+        Reason.from_wire(plan.reason),
+        plan.bytes_per_second,
+    )
+
+
+def _add(one: LoadAdvice, other: LoadAdvice) -> LoadAdvice:
+    """The advice for two stretches of a prompt, one after the other."""
+    if one is NO_ADVICE:
+        return other
+    if not other.load_blocks:
+        return one
+    return LoadAdvice(
+        one.load_blocks + other.load_blocks,
+        other.recompute_tokens,
+        one.load_ms + other.load_ms,
+        one.ideal_load_ms + other.ideal_load_ms,
+        0.0,
+        other.reason,
+        other.bytes_per_second,
+    )
+
+
+def missed(keys: Sequence[BlockKey]) -> Callable[[Reason, str, tuple[Difference, ...]], Hit]:
+    """Makes the Hit of a lookup that failed."""
+
+    def failed(reason: Reason, detail: str, differences: tuple[Difference, ...]) -> Hit:
+        return Hit(0, 0, b"", tuple(keys), NO_ADVICE, reason, differences, detail)
+
+    return failed
+
+
+# ---------------------------------------------------------------- explain
+
+
+def explain(spec: SpaceSpec, keys: Sequence[BlockKey]) -> Operation[list[KeyExplanation]]:
+    """Why each key hits or misses. Raises CallFailed: there is no explanation without a daemon."""
+    session, binding = yield from opened(spec)
+    found: list[KeyExplanation] = []
+    limit = session.keys_per_call_max
+    for start in range(0, len(keys), limit):
+        request = pb.ExplainRequest(
+            session=session.secret,
+            space_id=binding.space_id,
+            keys=b"".join(keys[start : start + limit]),
+        )
+        reply: pb.ExplainReply = yield from in_space(
+            spec, session, Rpc(session, "Explain", request, pb.ExplainReply)
+        )
+        found += map(_explanation, reply.keys)
+    if len(found) != len(keys):
+        raise CallFailed(Reason.INTERNAL, f"{len(found)} explanations for {len(keys)} keys")
+    return found
+
+
+def _explanation(message: pb.KeyExplanation) -> KeyExplanation:
+    return KeyExplanation(
+        message.key,
+        Reason.from_wire(message.reason),
+        message.tier,
+        message.generation,
+        message.leases,
+        None if message.age_s < 0 else message.age_s,
+        convert.differences_from_wire(message.differences),
+        message.detail,
+    )

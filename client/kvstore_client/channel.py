@@ -1,0 +1,246 @@
+"""The transport: one target, one gRPC channel, and the one place where its errors are mapped.
+
+`Transport` is the seam: every policy (deadlines, breaker, sessions) is above it, every socket below
+it, and `kvstore_client.testing` has another one. Only bytes pass it, so that garbage can be played.
+`CallFailed` is the only exception that comes out of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import grpc
+
+from kvstore.model.reasons import BadRequest, Reason
+from kvstore.wire import status
+from kvstore_client.forks import GATE, grpc_works_here
+
+__all__ = ["AttachStream", "CallFailed", "GrpcTransport", "Transport", "socket_path"]
+
+SERVICE = "/kvstore.v1.Store/"
+RECEIVE_BYTES_MAX = 64 << 20
+_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_receive_message_length", RECEIVE_BYTES_MAX),
+    ("grpc.max_send_message_length", -1),
+    # Two clients of one process are two connections, and each attempt to connect is a fresh one.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 250),
+)
+# Of a status without an ErrorDetail. These are the word of our own gRPC or of the daemon on a
+# request; any other means that nobody answered it properly.
+_ANSWERS = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAUTHENTICATED,
+    }
+)
+
+
+class CallFailed(Exception):
+    """A call got no answer, or a refusal. `outage`: the daemon gave no proper answer at all."""
+
+    def __init__(self, reason: Reason, detail: str = "", *, outage: bool = False) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail or reason.text
+        self.outage = outage
+
+
+class AttachStream(Protocol):
+    """The stream of one session."""
+
+    def next_event(self) -> bytes:
+        """The next AttachEvent, encoded. Raises CallFailed at its end and at the deadline of the
+        attempt."""
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """`callback` is called once, from any thread, when the stream is over."""
+
+    def cancel(self) -> None:
+        """Breaks it off, from any thread. Idempotent."""
+
+    def end(self) -> None:
+        """Breaks it off and waits until no thread is inside it. Not beside `next_event`."""
+
+
+class Transport(Protocol):
+    """One connection to one daemon. Calls may come from several threads."""
+
+    def unary(self, method: str, request: bytes, timeout_s: float) -> bytes:
+        """A call with one answer, by its name in the service."""
+
+    def attach(self, request: bytes, timeout_s: float | None) -> AttachStream:
+        """Opens a session. timeout_s: life of the stream; None: until it is ended."""
+
+    def download(self, request: bytes, timeout_s: float) -> Iterator[bytes]:
+        """Fetch: the encoded chunks. Closing the iterator breaks the call off."""
+
+    def upload(self, chunks: Iterator[bytes], timeout_s: float) -> bytes:
+        """Push. `chunks` is consumed in another thread."""
+
+    def dial_memory(self, timeout_s: float) -> socket.socket:
+        """A connected fd socket. Raises OSError."""
+
+    def break_off(self) -> None:
+        """Ends the calls that are under way: they fail. It stays usable."""
+
+    def close(self) -> None:
+        """Breaks off what is under way, for good. Idempotent."""
+
+
+def socket_path(target: str) -> str:
+    """The path of a target: "unix:/path", "unix:///path" or "/path". BadRequest for any other."""
+    path = str(target)
+    if path.startswith("unix:"):
+        path = path[len("unix:") :]
+        if path.startswith("//"):
+            path = path[2:]
+    if not path or "\0" in path or "://" in path:
+        raise BadRequest(
+            Reason.BAD_NAME,
+            "the target is the path of the daemon's data socket, with or without `unix:`",
+            "target",
+        )
+    return path
+
+
+class GrpcTransport:
+    """A gRPC channel to a unix socket, and the fd socket beside it."""
+
+    def __init__(self, target: str) -> None:
+        self._path = socket_path(target)
+        if not grpc_works_here():
+            raise CallFailed(
+                Reason.UNAVAILABLE,
+                "gRPC cannot be used in a forked child while GRPC_ENABLE_FORK_SUPPORT is off",
+                outage=True,
+            )
+        self._closed = False
+        self._channel: grpc.Channel | None = None
+        self._unary: dict[str, Any] = {}
+
+    def _the_channel(self) -> grpc.Channel:
+        """Inside the gate."""
+        if self._closed:
+            raise CallFailed(Reason.UNAVAILABLE, "the connection is closed", outage=True)
+        channel = self._channel
+        if channel is None:
+            channel = grpc.insecure_channel(f"unix:{self._path}", options=_OPTIONS)
+            self._channel = channel
+        return channel
+
+    def unary(self, method: str, request: bytes, timeout_s: float) -> bytes:
+        with GATE.call(), _mapped():
+            call = self._unary.get(method)
+            if call is None:
+                call = self._unary[method] = self._the_channel().unary_unary(SERVICE + method)
+            # Never call.future(): it runs a thread inside gRPC that a fork would meet.
+            reply: bytes = call(request, timeout=timeout_s, wait_for_ready=False)
+            return reply
+
+    def attach(self, request: bytes, timeout_s: float | None) -> AttachStream:
+        with GATE.call(), _mapped():
+            call: Any = self._the_channel().unary_stream(SERVICE + "Attach")
+            return _GrpcAttach(call(request, timeout=timeout_s, wait_for_ready=False))
+
+    def download(self, request: bytes, timeout_s: float) -> Iterator[bytes]:
+        with GATE.call(), _mapped():
+            method: Any = self._the_channel().unary_stream(SERVICE + "Fetch")
+            call = method(request, timeout=timeout_s, wait_for_ready=False)
+            try:
+                yield from call
+            finally:
+                call.cancel()
+
+    def upload(self, chunks: Iterator[bytes], timeout_s: float) -> bytes:
+        with GATE.call(), _mapped():
+            call: Any = self._the_channel().stream_unary(SERVICE + "Push")
+            reply: bytes = call(chunks, timeout=timeout_s, wait_for_ready=False)
+            return reply
+
+    def dial_memory(self, timeout_s: float) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(f"{self._path}.fd")
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def break_off(self) -> None:
+        # Not through the gate: a fork that waits for it calls this.
+        channel, self._channel, self._unary = self._channel, None, {}
+        if channel is not None:
+            channel.close()
+
+    def close(self) -> None:
+        self._closed = True
+        with GATE.call():
+            self.break_off()
+
+
+class _GrpcAttach:
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def next_event(self) -> bytes:
+        with GATE.call(), _mapped():
+            try:
+                event: bytes = next(self._call)
+            except StopIteration:
+                raise CallFailed(
+                    Reason.UNAVAILABLE, "the daemon ended the session", outage=True
+                ) from None
+            return event
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        if not self._call.add_callback(callback):
+            callback()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def end(self) -> None:
+        with GATE.call(), contextlib.suppress(grpc.RpcError):
+            self._call.cancel()
+            for _ in self._call:
+                pass
+
+
+@contextlib.contextmanager
+def _mapped() -> Iterator[None]:
+    """Every exception of gRPC that belongs to the world becomes CallFailed."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _failure(error) from None
+    except ValueError as error:
+        # What a closed channel says: it was closed because the session is over.
+        raise CallFailed(Reason.UNAVAILABLE, str(error), outage=True) from None
+
+
+def _failure(error: Any) -> CallFailed:
+    code = error.code()
+    metadata = tuple(tuple(pair) for pair in error.trailing_metadata() or ())
+    answered = any(key == status.DETAIL_KEY for key, _ in metadata)
+    reason, detail = status.reason_of(code, metadata)
+    if not answered:
+        detail = f"{code.name}: {error.details() or ''}"
+        if code is grpc.StatusCode.CANCELLED:
+            reason = Reason.UNAVAILABLE
+    return CallFailed(reason, detail, outage=not answered and code not in _ANSWERS)

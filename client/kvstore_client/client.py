@@ -1,0 +1,282 @@
+"""The client for threads: a thin driver of the operations in `calls`, `reads`, `writes`.
+
+    with Client("/run/kvstore/data.sock") as client:
+        space = client.space(fingerprint)
+        hit = space.lookup(tokens)
+        fetched = space.fetch(hit, out)
+        ... compute the rest ...
+        space.push(tokens, data, first_block=fetched.blocks)
+
+The data path never raises because of the store: an outage, a deadline, a refusal is a miss or a
+skipped push, with the reason in the result. Misuse raises BadRequest. Each call returns by its
+deadline. One client may be used from several threads, and goes on with the same objects when the
+daemon restarts and after a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from kvstore.model.cost import PrefillCost
+from kvstore.model.fingerprint import Fingerprint
+from kvstore.model.keys import BlockKey, Extras, Tokens
+from kvstore_client import calls
+from kvstore_client.channel import CallFailed, Transport
+from kvstore_client.config import ClientConfig
+from kvstore_client.results import (
+    Connection,
+    Fetched,
+    Hit,
+    KeyExplanation,
+    Pushed,
+    Rank,
+    SpaceStatus,
+)
+from kvstore_client.root import Prepared, Root, typed_error
+from kvstore_client.spaces import KeysOrHit, SpaceCore, TokensOrKeys
+from kvstore_client.views import Views
+
+__all__ = ["Client", "Space"]
+
+T = TypeVar("T")
+
+
+class Client:
+    """A connection to the daemon of this node; made when it is first needed.
+
+    target: path of the data socket, with or without `unix:`. engine_id: for the daemon's trace, at
+    most 128 bytes. group: 1 to 64 bytes that all processes of one engine instance share; their
+    leases and writes belong together. None: this process alone. transport, clock: for tests.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        config: ClientConfig | None = None,
+        engine_id: str = "",
+        group: bytes | None = None,
+        transport: Callable[[], Transport] | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._root = Root(target, config or ClientConfig(), engine_id, group, transport, clock)
+        self._finalizer = weakref.finalize(self, self._root.close)
+
+    def space(self, fingerprint: Fingerprint, rank: int | Rank = 0) -> Space:
+        """The blocks of a model; makes no call. `rank`: the part of each block that this process
+        fills (its index, or the process's place in the engine). BadRequest if there is none.
+        """
+        return Space(SpaceCore(self._root, fingerprint, rank))
+
+    def connection(self, deadline_ms: int | None = None) -> Connection:
+        """Connects if it is not yet, and tells how: shared memory or byte streams, and why."""
+        deadline = self._root.deadline(deadline_ms)
+        prepared = Prepared(
+            lambda context: calls.connection(),
+            lambda reason, detail, _: Connection("", reason, detail=detail),
+        )
+        return self._root.run(prepared, deadline)
+
+    def close(self) -> None:
+        """Ends the session; views that are open become invalid. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Space:
+    """The blocks of one model for one tenant, for several threads. Made by `Client.space`."""
+
+    def __init__(self, core: SpaceCore) -> None:
+        self._core = core
+
+    def _run(self, prepare: Callable[[], Prepared[T]], deadline_ms: int | None = None) -> T:
+        deadline = self._core.root.deadline(deadline_ms)
+        self._core.root.link()  # a closed client is misuse, whatever the arguments
+        return self._core.root.run(prepare(), deadline)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all parts together."""
+        return self._core.spec.layout.block_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of this rank's part of a block."""
+        return self._core.spec.layout.part_bytes
+
+    @property
+    def block_tokens(self) -> int:
+        return self._core.spec.block_tokens
+
+    def keys(
+        self, tokens: Tokens, *, salt: bytes = b"", extras: Extras | None = None
+    ) -> list[BlockKey]:
+        """The keys of the full blocks of a prompt: about 1 us a block. No call.
+
+        salt: of the request; prompts with different salts share nothing. extras: what else decides
+        the content (adapter, images). BadRequest: see kvstore.model.keys.chain.
+        """
+        return self._core.keys(tokens, salt=salt, extras=extras)
+
+    def status(self, *, deadline_ms: int | None = None) -> SpaceStatus:
+        """What the daemon says to the fingerprint: in use, held (why, and the id to approve), or
+        refused (which fields differ).
+        """
+        return self._run(self._core.status, deadline_ms)
+
+    def lookup(
+        self,
+        tokens_or_keys: TokensOrKeys,
+        *,
+        prefill: PrefillCost | None = None,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> Hit:
+        """How much of a prompt is stored, and how much of that is worth loading. No side effect.
+
+        prefill: the model's prefill cost; None: the configured or calibrated one (see
+        `observe_prefill`); without any the plan loads all and says COST_UNKNOWN.
+        """
+        return self._run(
+            lambda: self._core.lookup(tokens_or_keys, prefill, request_id), deadline_ms
+        )
+
+    def fetch(
+        self,
+        keys: KeysOrHit,
+        out: Any = None,
+        *,
+        part: bool = False,
+        wait_ms: int = 0,
+        all_or_nothing: bool = False,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> Fetched:
+        """Copies blocks into `out`, first to last, until one is not there.
+
+        keys: or a Hit, of which the blocks that its plan advises are fetched.
+        out: array or CPU tensor in C order whose first dimension counts blocks and whose row has
+            block_bytes (part_bytes with `part`), of any type; or a list of as many writable
+            buffers. None: a new uint8 [n, block_bytes], slower by its page faults.
+        part: only this rank's part of each block.
+        wait_ms: wait so long for blocks that are being written or loaded.
+        all_or_nothing: all blocks or none, as for ranks that must agree. Needs shared memory.
+        """
+        return self._run(
+            lambda: self._core.fetch(
+                keys,
+                out,
+                part=part,
+                wait_ms=wait_ms,
+                all_or_nothing=all_or_nothing,
+                request_id=request_id,
+            ),
+            deadline_ms,
+        )
+
+    def fetch_tensors(
+        self,
+        keys: KeysOrHit,
+        *,
+        wait_ms: int = 0,
+        all_or_nothing: bool = False,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> Fetched:
+        """As `fetch` into new memory, with `data` as a CPU tensor of the model's type: [n, layers,
+        2, kv_heads, block_tokens, head_size], or [n, layers, block_tokens, latent] for MLA; with a
+        dimension for the parts after the first where there are several. Needs torch.
+        """
+        self._core.check_tensors()
+        fetched = self.fetch(
+            keys,
+            wait_ms=wait_ms,
+            all_or_nothing=all_or_nothing,
+            request_id=request_id,
+            deadline_ms=deadline_ms,
+        )
+        return self._core.tensors(fetched)
+
+    @contextlib.contextmanager
+    def view(
+        self,
+        keys: KeysOrHit,
+        *,
+        wait_ms: int = 0,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> Iterator[Views]:
+        """Blocks in place, without a copy, for the time of a `with`. See `Views`."""
+        views = self._run(lambda: self._core.view(keys, wait_ms, request_id), deadline_ms)
+        try:
+            yield views
+        finally:
+            views.end()
+
+    def push(
+        self,
+        tokens_or_keys: TokensOrKeys,
+        data: Any,
+        *,
+        first_block: int = 0,
+        attempt: int = 0,
+        durable: bool = False,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> Pushed:
+        """Stores the blocks of a prompt from `first_block` on; those that are there are skipped.
+
+        tokens_or_keys: the whole prompt from its first block on.
+        data: array or CPU tensor in C order, [blocks - first_block, part_bytes] or of that many
+            bytes; a list of buffers; or `fill(block, target)`, which writes block number `block` of
+            the prompt into a uint8 [part_bytes] and is called only for wanted blocks. What it
+            raises comes out of here, and nothing of its window is stored.
+        attempt: with the group, the write group: parts of two attempts never mix.
+        durable: return when a durable tier has the blocks.
+        """
+        return self._run(
+            lambda: self._core.push(
+                tokens_or_keys,
+                data,
+                first_block=first_block,
+                attempt=attempt,
+                durable=durable,
+                request_id=request_id,
+            ),
+            deadline_ms,
+        )
+
+    def explain(
+        self, keys: Sequence[BlockKey], *, deadline_ms: int | None = None
+    ) -> list[KeyExplanation]:
+        """Why each key hits or misses. Raises Unavailable when nobody answers, KVStoreError for a
+        refusal: there is no explanation without a daemon.
+        """
+        try:
+            return self._run(lambda: self._core.explain(keys), deadline_ms)
+        except CallFailed as failure:
+            raise typed_error(failure) from None
+
+    def observe_prefill(
+        self, prompt_tokens: int, cached_tokens: int, elapsed_ms: float
+    ) -> PrefillCost | None:
+        """Tells that tokens [cached_tokens, prompt_tokens) took so long to compute. Returns the
+        cost that lookups use from now on; None while there were too few.
+        """
+        self._core.prefill.observe(prompt_tokens, cached_tokens, elapsed_ms * 1e3)
+        return self._core.prefill.cost()

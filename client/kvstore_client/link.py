@@ -1,0 +1,465 @@
+"""The link of one client to its daemon: session, breaker, and the thread that keeps both.
+
+An operation asks for the session and waits for it at most until its deadline; the attempt itself is
+made by the link's thread, so that nothing hangs in a caller. The same thread probes a daemon that
+was away and sends releases, which nobody waits for. While all is well and nobody calls, no thread
+is inside gRPC: the session lives by the fd socket.
+
+One link belongs to one process. A forked child abandons it and makes another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from kvstore.model.reasons import Reason
+from kvstore.wire.v1 import store_pb2 as pb
+from kvstore_client.breaker import Breaker
+from kvstore_client.channel import AttachStream, CallFailed, Transport
+from kvstore_client.config import ClientConfig
+from kvstore_client.regions import Memory
+from kvstore_client.session import (
+    NS_PER_MS,
+    Clock,
+    Deadline,
+    Session,
+    end_session,
+    session_of,
+)
+
+__all__ = ["Link"]
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+RELEASES_MAX = 100_000
+RELEASES_PER_CALL = 1_000
+RELEASE_TIMEOUT_S = 1.0
+RELEASE_LINGER_NS = 5 * NS_PER_MS
+"""Releases of calls that follow closely go together: each alone costs as much as the next call."""
+DETACH_TIMEOUT_S = 0.2
+PROBE_TIMEOUT_S = 0.5
+OUTAGE_TIMEOUT_S_MIN = 0.1
+"""A call that was given less says nothing about the daemon when it runs out of time."""
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Release:
+    session: Session
+    lease_id: int
+    report: pb.LoadReport | None
+
+
+class Link:
+    """See the module's docstring. `open_transport` makes a fresh connection."""
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        attach: pb.AttachRequest,
+        open_transport: Callable[[], Transport],
+        clock: Clock = time.monotonic_ns,
+    ) -> None:
+        self._config = config
+        self._attach_request = attach.SerializeToString()
+        self._open_transport = open_transport
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._breaker = Breaker(config.breaker_failures, config.breaker_retry_ms * NS_PER_MS)
+        self._session: Session | None = None
+        self._previous: tuple[bytes, Memory] | None = None
+        self._wanted = False
+        self._attempts = 0
+        self._failure = CallFailed(Reason.UNAVAILABLE, "not connected", outage=True)
+        self._releases: deque[_Release] = deque(maxlen=RELEASES_MAX)
+        self._release_at_ns = 0
+        self._retired: list[Session] = []
+        self._connecting: Transport | None = None
+        self._abandoned: list[Transport] = []
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # ---------------------------------------------------------------- for operations
+
+    def session(self, deadline: Deadline) -> Session:
+        """The session, made now if there is none. Raises CallFailed; at once while the breaker is
+        open.
+        """
+        with self._changed:
+            self._check_breaker()
+            session = self._session
+            if session is not None and not (session.renew and not session.views):
+                return session
+            if session is not None:
+                self._lose(session)
+            attempt = self._attempts
+            self._wanted = True
+            self._wake()
+            ended = self._changed.wait_for(
+                lambda: self._session is not None or self._attempts != attempt or self._closed,
+                deadline.left_s(),
+            )
+            if self._session is not None:
+                return self._session
+            if not ended:
+                raise CallFailed(Reason.DEADLINE_EXCEEDED, "connecting took too long")
+            raise CallFailed(self._failure.reason, self._failure.detail)
+
+    def _check_breaker(self) -> None:
+        if self._closed:
+            raise CallFailed(Reason.UNAVAILABLE, "the client is closed")
+        if self._breaker.is_open:
+            if not self._failure.outage and self._session is None:
+                # The daemon is there and refuses: that is worth more than that we wait.
+                raise CallFailed(self._failure.reason, self._failure.detail)
+            raise CallFailed(
+                Reason.BREAKER_OPEN,
+                f"{self._breaker.failures} failures in a row, the last {self._breaker.cause.name}",
+            )
+
+    def call(
+        self, session: Session, method: str, request: Message, reply: type[Reply], timeout_s: float
+    ) -> Reply:
+        """A unary call. Raises CallFailed."""
+        if timeout_s <= 0:
+            raise CallFailed(Reason.DEADLINE_EXCEEDED)
+        data = self.through(
+            session,
+            timeout_s,
+            lambda: session.transport.unary(method, request.SerializeToString(), timeout_s),
+        )
+        return self.parse(reply, data)
+
+    def through(self, session: Session, timeout_s: float, call: Callable[[], Any]) -> Any:
+        """Runs what uses the session's transport, and learns from how it ends."""
+        try:
+            answer = call()
+        except CallFailed as failure:
+            self._learn(session, failure, timeout_s)
+            raise
+        if self._breaker.failures:
+            self._succeeded()
+        return answer
+
+    def parse(self, kind: type[Reply], data: bytes) -> Reply:
+        """Raises CallFailed(INTERNAL) on garbage, which counts as no answer."""
+        try:
+            return kind.FromString(data)
+        except (DecodeError, TypeError) as error:
+            failure = CallFailed(
+                Reason.INTERNAL, f"the daemon's answer is no {kind.DESCRIPTOR.name}", outage=True
+            )
+            self._failed(failure)
+            raise failure from error
+
+    def release(self, session: Session, lease_id: int, report: pb.LoadReport | None = None) -> None:
+        """Ends a lease of either kind, some time soon. Never waits."""
+        with self._changed:
+            if session is self._session and not self._closed:
+                if not self._releases:
+                    self._release_at_ns = self._clock() + RELEASE_LINGER_NS
+                    self._wake()
+                self._releases.append(_Release(session, lease_id, report))
+
+    def lost(self, session: Session) -> None:
+        """The session is over: its maps, leases, spaces are void. The next call makes another."""
+        with self._changed:
+            self._lose(session)
+
+    def peek(self) -> tuple[Session | None, CallFailed]:
+        """The session if there is one, and why there is none. Makes no call."""
+        with self._changed:
+            return self._session, self._failure
+
+    # ---------------------------------------------------------------- what is learnt
+
+    def _learn(self, session: Session, failure: CallFailed, timeout_s: float) -> None:
+        if failure.reason is Reason.SESSION_UNKNOWN:
+            self.lost(session)
+        if not failure.outage:
+            if self._breaker.failures:
+                self._succeeded()
+        elif failure.reason is not Reason.DEADLINE_EXCEEDED or timeout_s >= OUTAGE_TIMEOUT_S_MIN:
+            self._failed(failure)
+
+    def _failed(self, failure: CallFailed) -> None:
+        with self._changed:
+            self._failure = failure
+            self._breaker.failed(failure.reason, self._clock())
+            if self._breaker.is_open:
+                self._wake()
+
+    def _succeeded(self) -> None:
+        with self._changed:
+            self._breaker.succeeded()
+
+    def _lose(self, session: Session) -> None:
+        """Under the lock. Sockets are closed by the thread: that may take a moment."""
+        if self._session is session:
+            self._session = None
+            if session.memory is not None:
+                self._previous = (session.instance_id, session.memory)
+            self._retired.append(session)
+            self._wake()
+
+    # ---------------------------------------------------------------- the thread
+
+    def _wake(self) -> None:
+        """Under the lock."""
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._work, name="kvstore-link", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._has_work():
+                    self._changed.wait(self._pause_s())
+                retired, self._retired = self._retired, []
+                closed = self._closed
+                probe = self._breaker.probe_in_ns(self._clock()) == 0
+                connect = self._session is None and (probe or self._wanted)
+                session = self._session
+                due = self._releases_due() and not self._breaker.is_open
+                batch = self._next_releases() if due else []
+            for over in retired:
+                end_session(over)
+            if closed:
+                return
+            if connect:
+                self._connect()
+            elif probe and session is not None:
+                self._probe(session)
+            if batch:
+                self._send_releases(batch)
+
+    def _has_work(self) -> bool:
+        if self._closed or self._retired:
+            return True
+        if self._breaker.is_open:
+            return self._breaker.probe_in_ns(self._clock()) == 0
+        return self._releases_due() or (self._wanted and self._session is None)
+
+    def _releases_due(self) -> bool:
+        return bool(self._releases) and self._clock() >= self._release_at_ns
+
+    def _pause_s(self) -> float | None:
+        """Until something is due by itself."""
+        pause_ns = self._breaker.probe_in_ns(self._clock())
+        if pause_ns is None and self._releases:
+            pause_ns = max(0, self._release_at_ns - self._clock())
+        return None if pause_ns is None else pause_ns / 1e9
+
+    def _connect(self) -> None:
+        session: Session | None = None
+        failure: CallFailed | None = None
+        try:
+            session = self._attach()
+        except CallFailed as failed:
+            failure = failed
+        except Exception as error:  # the fail-open boundary: nothing ends this thread
+            log.exception("kvstore: connecting failed")
+            failure = CallFailed(Reason.INTERNAL, repr(error), outage=True)
+        with self._changed:
+            self._attempts += 1
+            self._wanted = False
+            self._connecting = None
+            if session is not None and self._closed:
+                self._retired.append(session)
+            elif session is not None:
+                self._session = session
+                self._breaker.succeeded()
+                self._releases.clear()
+            elif failure is not None:
+                self._failure = failure
+                self._breaker.failed(failure.reason, self._clock())
+            self._changed.notify_all()
+        if session is not None and session.memory is not None and not session.memory.alive:
+            self.lost(session)  # it hung up before it was ours
+
+    def _attach(self) -> Session:
+        timeout_s = self._config.connect_timeout_ms / 1e3
+        transport = self._connecting = self._open_transport()
+        try:
+            # The stream has no deadline of its own: it may become the session's life. So the first
+            # event is awaited with a timer that breaks the stream off.
+            stream = transport.attach(self._attach_request, None)
+            timer = threading.Timer(timeout_s, stream.cancel)
+            timer.daemon = True
+            timer.start()
+            try:
+                event = self.parse_event(stream.next_event())
+            except CallFailed as failure:
+                raise _attach_failure(failure, timed_out=not timer.is_alive()) from None
+            finally:
+                timer.cancel()
+            session = session_of(event.welcome, transport)
+            self._choose_data_path(session, event.welcome.fd_socket, stream, timeout_s)
+        except BaseException:
+            transport.close()
+            raise
+        return session
+
+    @staticmethod
+    def parse_event(data: bytes) -> pb.AttachEvent:
+        try:
+            return pb.AttachEvent.FromString(data)
+        except (DecodeError, TypeError):
+            raise CallFailed(
+                Reason.INTERNAL, "the daemon's answer is no AttachEvent", outage=True
+            ) from None
+
+    def _choose_data_path(
+        self, session: Session, offered: bool, stream: AttachStream, timeout_s: float
+    ) -> None:
+        kind = self._config.transport
+        if kind != "stream":
+            why = "the daemon offers none"
+            if offered:
+                try:
+                    self._map_memory(session, timeout_s)
+                except OSError as error:
+                    why = str(error) or type(error).__name__
+            if session.memory is not None:
+                stream.end()
+                return
+            if kind == "shm":
+                stream.end()
+                raise CallFailed(Reason.NOT_SUPPORTED, f"no fd socket: {why}")
+            session.detail = f"no fd socket ({why}): bytes go through gRPC, 4-5 times slower"
+            log.warning("kvstore: %s", session.detail)
+        session.stream = stream
+        stream.on_end(lambda: self.lost(session))
+
+    def _map_memory(self, session: Session, timeout_s: float) -> None:
+        previous, self._previous = self._previous, None
+        unmapped: tuple[int, ...] = ()
+        if previous is not None and previous[0] == session.instance_id:
+            unmapped = previous[1].unreported()
+        session.memory = Memory.attach(
+            session.transport.dial_memory(timeout_s),
+            session.secret,
+            timeout_s,
+            populate=self._config.populate,
+            on_hangup=lambda: self.lost(session),
+            unmapped=unmapped,
+        )
+
+    def _probe(self, session: Session) -> None:
+        """Any answer to a call will do; this one changes nothing."""
+        request = pb.LookupRequest(session=session.secret, queries=[pb.Query()])
+        with contextlib.suppress(CallFailed):
+            self.call(session, "Lookup", request, pb.LookupReply, PROBE_TIMEOUT_S)
+
+    # ---------------------------------------------------------------- releases
+
+    def _next_releases(self) -> list[_Release]:
+        """Under the lock: those of the current session; leases of another one are void."""
+        batch: list[_Release] = []
+        while self._releases and len(batch) < RELEASES_PER_CALL:
+            release = self._releases.popleft()
+            if release.session is self._session:
+                batch.append(release)
+        return batch
+
+    def _send_releases(self, batch: list[_Release]) -> None:
+        session = batch[0].session
+        request = pb.ReleaseRequest(
+            session=session.secret,
+            lease_ids=[release.lease_id for release in batch],
+            reports=[release.report for release in batch if release.report is not None],
+        )
+        try:
+            self.call(session, "Release", request, pb.ReleaseReply, RELEASE_TIMEOUT_S)
+        except CallFailed as failure:
+            if failure.outage:
+                # A view's lease has no deadline: say it again, when the daemon is back.
+                with self._changed:
+                    self._releases.extendleft(
+                        _Release(one.session, one.lease_id, None) for one in reversed(batch)
+                    )
+
+    # ---------------------------------------------------------------- end and forks
+
+    def close(self) -> None:
+        """Ends session and thread. Idempotent. Waits shortly for the daemon to hear of it."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            session, self._session = self._session, None
+            batch = [one for one in self._releases if one.session is session and one.report]
+            self._releases.clear()
+            self._changed.notify_all()
+        if session is not None:
+            self._say_goodbye(session, batch[-RELEASES_PER_CALL:])
+            end_session(session)
+
+    def _say_goodbye(self, session: Session, batch: list[_Release]) -> None:
+        with contextlib.suppress(CallFailed):
+            if self._breaker.is_open:
+                return
+            if batch:
+                request = pb.ReleaseRequest(
+                    session=session.secret,
+                    lease_ids=[one.lease_id for one in batch],
+                    reports=[one.report for one in batch if one.report is not None],
+                )
+                data = request.SerializeToString()
+                session.transport.unary("Release", data, DETACH_TIMEOUT_S)
+            request_data = pb.DetachRequest(session=session.secret).SerializeToString()
+            session.transport.unary("Detach", request_data, DETACH_TIMEOUT_S)
+
+    def before_fork(self) -> None:
+        """A stream that stays open keeps a thread inside gRPC: its session ends, and the next call
+        makes another.
+        """
+        session = self._session
+        if session is not None and session.stream is not None:
+            session.stream.end()
+
+    def break_off(self) -> None:
+        """Ends calls that are under way; the session lives on."""
+        session = self._session
+        for transport in (self._connecting, session.transport if session is not None else None):
+            if transport is not None:
+                transport.break_off()
+
+    def abandon_in_child(self) -> None:
+        """After a fork: unmaps, and keeps what must not be closed: the parent uses it too."""
+        session, self._session = self._session, None
+        self._closed = True
+        if self._connecting is not None:
+            self._abandoned.append(self._connecting)
+        for one in [*([session] if session is not None else []), *self._retired]:
+            self._abandoned.append(one.transport)
+            if one.memory is not None:
+                one.memory.forget_in_child()
+        _kept_in_child.append(self)
+
+
+_kept_in_child: list[Link] = []
+"""What a forked child inherited: never closed, never collected."""
+
+
+def _attach_failure(failure: CallFailed, *, timed_out: bool) -> CallFailed:
+    if timed_out and failure.outage:
+        return CallFailed(
+            Reason.DEADLINE_EXCEEDED,
+            "the daemon did not answer within connect_timeout_ms",
+            outage=True,
+        )
+    return failure

@@ -1,0 +1,355 @@
+"""Fetch and view: leases, copies out of the daemon's memory, and what makes them trustworthy.
+
+A copy counts only if the slot's generation, read *after* the copy, is still the one that the lease
+named: the daemon changes it before it writes the first byte of anything else. The leading run of
+blocks for which that holds is the result; nothing after it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import gather
+from kvstore.model.cost import PrefillCost
+from kvstore.model.keys import BlockKey
+from kvstore.model.reasons import Reason
+from kvstore.wire import convert
+from kvstore.wire.v1 import store_pb2 as pb
+from kvstore_client.arrays import Bytes, Rows
+from kvstore_client.calls import (
+    Binding,
+    SpaceSpec,
+    check_digest,
+    in_space,
+    opened,
+)
+from kvstore_client.channel import CallFailed
+from kvstore_client.regions import Region
+from kvstore_client.session import Session
+from kvstore_client.steps import (
+    Context,
+    Local,
+    MapRegion,
+    Operation,
+    Rpc,
+    Stream,
+)
+from kvstore_client.streams import download_blocks
+
+__all__ = ["Copied", "FetchRequest", "ViewLease", "fetch", "view"]
+
+PIECE_BYTES = 64 << 20
+"""Copied at a time, 10-15 ms: the deadline is looked at in between."""
+ANSWER_MARGIN_MS = 20
+"""Left of the deadline for the answer of a daemon that waits."""
+
+
+@dataclass(slots=True)
+class Copied:
+    """How far a fetch has come."""
+
+    blocks: int = 0
+    bytes: int = 0
+    copy_ns: int = 0
+    reason: Reason = Reason.OK
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest:
+    """What to fetch into which rows. `span`: the bytes of each block that are wanted, None: all."""
+
+    keys: Sequence[BlockKey]
+    rows: Rows
+    span: slice | None
+    wait_ms: int
+    all_or_nothing: bool
+    request_id: str
+    prefill: PrefillCost | None
+
+
+@dataclass(slots=True)
+class ViewLease:
+    """Blocks in place, under a lease that has no deadline."""
+
+    session: Session
+    lease_id: int
+    reason: Reason
+    detail: str = ""
+    arrays: list[Bytes] = field(default_factory=list)
+    run: _Run | None = None
+
+    def unchanged(self) -> bool:
+        """Whether the blocks are still those that were leased."""
+        memory = self.session.memory
+        if self.run is None:
+            return True
+        return memory is not None and memory.alive and self.run.unchanged() == self.run.blocks
+
+
+@dataclass(slots=True)
+class _Run:
+    """The leading blocks of a lease: slots of mapped regions."""
+
+    blocks: int
+    sources: list[tuple[Bytes, NDArray[np.intp]]]
+    generations: list[tuple[NDArray[np.uint64], NDArray[np.uint64]]]  # region's, expected
+    regions: list[Region]
+
+    def unchanged(self, first: int = 0, end: int | None = None) -> int:
+        """How many of blocks [first, end) from `first` on have the generation of the lease."""
+        good = begin = 0
+        stop = self.blocks if end is None else end
+        for (_, slots), (now, expected) in zip(self.sources, self.generations, strict=True):
+            low, high = max(first, begin), min(stop, begin + slots.size)
+            if low < high:
+                window = slice(low - begin, high - begin)
+                same = now[slots[window]] == expected[window]
+                if not same.all():
+                    return good + int(np.argmin(same))
+                good += high - low
+            begin += slots.size
+        return good
+
+
+def fetch(context: Context, spec: SpaceSpec, request: FetchRequest) -> Operation[Copied]:
+    """Copies the leading run of the keys' blocks. Keys beyond one call's limit go in windows."""
+    done = Copied()
+    session, binding = yield from opened(spec)
+    if session.memory is None:
+        if request.all_or_nothing:
+            raise CallFailed(Reason.NOT_SUPPORTED, "all_or_nothing needs shared memory")
+        run = download_blocks(context, session, binding, spec, request, done)
+        yield Stream(session, run)
+        return done
+    limit = session.keys_per_call_max
+    if request.all_or_nothing and len(request.keys) > limit:
+        raise CallFailed(Reason.TOO_MANY_KEYS, f"all_or_nothing takes {limit} keys at most")
+    for start in range(0, len(request.keys), limit):
+        keys = request.keys[start : start + limit]
+        try:
+            yield from _fetch_window(context, spec, session, binding, request, keys, done)
+        except CallFailed as failure:
+            # What was copied and verified before stays good.
+            done.reason, done.detail = failure.reason, failure.detail
+        if done.blocks < start + len(keys):
+            break
+    if request.all_or_nothing and done.blocks < len(request.keys):
+        done.blocks = done.bytes = 0
+    return done
+
+
+def _fetch_window(
+    context: Context,
+    spec: SpaceSpec,
+    session: Session,
+    binding: Binding,
+    request: FetchRequest,
+    keys: Sequence[BlockKey],
+    done: Copied,
+) -> Operation[None]:
+    acquire = _acquire_request(context, session, binding, keys, request)
+    reply: pb.AcquireReply = yield from in_space(
+        spec, session, Rpc(session, "Acquire", acquire, pb.AcquireReply)
+    )
+    if not reply.lease_id:
+        done.reason = _absence(reply)
+        return
+    before = done.blocks
+    outcome = Reason.INTERNAL
+    copied_ns = done.copy_ns
+    try:
+        run = yield from _mapped_run(context, spec, session, binding, reply, len(keys))
+        yield Local(lambda: _copy(context, run, request, done))
+        outcome = done.reason
+        if done.reason is Reason.OK and run.blocks < len(keys):
+            done.reason = _absence(reply)
+    finally:
+        context.release(
+            session,
+            reply.lease_id,
+            _report(reply.lease_id, spec, request, done.blocks - before, done, copied_ns, outcome),
+        )
+
+
+def _acquire_request(
+    context: Context,
+    session: Session,
+    binding: Binding,
+    keys: Sequence[BlockKey],
+    request: FetchRequest,
+) -> pb.AcquireRequest:
+    left_ms = max(0, context.deadline.left_ms() - ANSWER_MARGIN_MS)
+    return pb.AcquireRequest(
+        session=session.secret,
+        space_id=binding.space_id,
+        keys=b"".join(keys),
+        mode=pb.LEASE_MODE_COPY,
+        wait_ms=min(request.wait_ms, left_ms),
+        all_or_nothing=request.all_or_nothing,
+        request_id=request.request_id,
+    )
+
+
+def _absence(reply: pb.AcquireReply) -> Reason:
+    reason = Reason.from_wire(reply.reason)
+    return Reason.UNSPECIFIED if reason is Reason.OK else reason
+
+
+def _mapped_run(
+    context: Context,
+    spec: SpaceSpec,
+    session: Session,
+    binding: Binding,
+    reply: pb.AcquireReply,
+    asked: int,
+) -> Operation[_Run]:
+    """The leading run of a lease's places, with its regions mapped. Raises CallFailed for an answer
+    that does not belong to the question.
+    """
+    check_digest(binding, reply.fingerprint_digest)
+    if reply.block_bytes != spec.layout.block_bytes:
+        raise CallFailed(Reason.INTERNAL, "the leased blocks have another size")
+    if len(reply.places) != asked * convert.PLACE.size:
+        raise CallFailed(Reason.INTERNAL, "the lease does not have a place for each key")
+    places = convert.unpack_places(reply.places)
+    absent = np.flatnonzero(places["region"] == 0)
+    blocks = int(absent[0]) if absent.size else asked
+    ids = places["region"][:blocks]
+    starts = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist()] if blocks else []
+    ends = [*starts[1:], blocks] if blocks else []
+    run = _Run(blocks, [], [], [])
+    for begin, end in zip(starts, ends, strict=True):
+        region: Region = yield MapRegion(session, int(ids[begin]))
+        slots = places["slot"][begin:end].astype(np.intp)
+        if int(slots.max()) >= region.slots or region.slot_bytes < reply.block_bytes:
+            raise CallFailed(Reason.INTERNAL, "a place is outside of its region")
+        source, generations = region.slots2d, region.generations
+        if region.gone or not len(source) or not len(generations):
+            raise CallFailed(Reason.REGION_UNKNOWN)
+        run.sources.append((source, slots))
+        run.generations.append((generations, places["generation"][begin:end]))
+        run.regions.append(region)
+    return run
+
+
+def _copy(context: Context, run: _Run, request: FetchRequest, done: Copied) -> None:
+    """Copies and verifies in pieces, so that the deadline can be kept."""
+    first, rows = done.blocks, request.rows
+    width = rows.shape[1] if isinstance(rows, np.ndarray) else len(rows[0]) if rows else 0
+    step = max(1, PIECE_BYTES // max(1, width))
+    span = request.span
+    for begin in range(0, run.blocks, step):
+        if context.deadline.passed:
+            done.reason = Reason.DEADLINE_EXCEEDED
+            return
+        end = min(begin + step, run.blocks)
+        started_ns = time.perf_counter_ns()
+        gather.copy_blocks(
+            _window(run.sources, begin, end, span),
+            rows[first + begin : first + end],
+            executor=context.executor,
+        )
+        good = run.unchanged(begin, end)
+        done.copy_ns += time.perf_counter_ns() - started_ns
+        done.blocks += good
+        done.bytes += good * width
+        if good < end - begin:
+            done.reason = Reason.GENERATION_CHANGED
+            return
+
+
+def _window(
+    sources: list[tuple[Bytes, NDArray[np.intp]]], first: int, end: int, span: slice | None
+) -> list[tuple[Bytes, NDArray[np.intp]]]:
+    window = []
+    begin = 0
+    for slots2d, slots in sources:
+        low, high = max(first, begin), min(end, begin + slots.size)
+        if low < high:
+            source = slots2d if span is None else slots2d[:, span]
+            window.append((source, slots[low - begin : high - begin]))
+        begin += slots.size
+    return window
+
+
+def _report(
+    lease_id: int,
+    spec: SpaceSpec,
+    request: FetchRequest,
+    blocks: int,
+    done: Copied,
+    copied_before_ns: int,
+    outcome: Reason,
+) -> pb.LoadReport:
+    tokens = blocks * spec.block_tokens
+    ends_at = done.blocks * spec.block_tokens
+    saved_us = 0.0
+    if request.prefill is not None and tokens:
+        saved_us = request.prefill.prefill_us(ends_at, ends_at - tokens)
+    return pb.LoadReport(
+        lease_id=lease_id,
+        blocks=blocks,
+        copy_us=(done.copy_ns - copied_before_ns) // 1_000,
+        reason=convert.reason_to_wire(outcome),
+        tokens=tokens,
+        prefill_saved_us=saved_us,
+        request_id=request.request_id,
+    )
+
+
+# ---------------------------------------------------------------- views
+
+
+def view(
+    context: Context, spec: SpaceSpec, keys: Sequence[BlockKey], *, wait_ms: int, request_id: str
+) -> Operation[ViewLease]:
+    """Leases blocks in place. The lease is the caller's to release, if its id is not 0."""
+    session, binding = yield from opened(spec)
+    if session.memory is None:
+        raise CallFailed(Reason.NOT_SUPPORTED, "views need shared memory; fetch instead")
+    if len(keys) > session.keys_per_call_max:
+        raise CallFailed(Reason.TOO_MANY_KEYS)
+    left_ms = max(0, context.deadline.left_ms() - ANSWER_MARGIN_MS)
+    request = pb.AcquireRequest(
+        session=session.secret,
+        space_id=binding.space_id,
+        keys=b"".join(keys),
+        mode=pb.LEASE_MODE_VIEW,
+        wait_ms=min(wait_ms, left_ms),
+        request_id=request_id,
+    )
+    try:
+        reply: pb.AcquireReply = yield from in_space(
+            spec, session, Rpc(session, "Acquire", request, pb.AcquireReply)
+        )
+    except CallFailed as failure:
+        if failure.outage:
+            # It may have been granted, and nothing but the session's end would end it.
+            session.renew = True
+        raise
+    if not reply.lease_id:
+        return ViewLease(session, 0, _absence(reply))
+    kept = False
+    try:
+        run = yield from _mapped_run(context, spec, session, binding, reply, len(keys))
+        arrays = _blocks_of(run, reply.block_bytes)
+        if run.unchanged() < run.blocks:
+            raise CallFailed(Reason.GENERATION_CHANGED)
+        kept = True
+    finally:
+        if not kept:
+            context.release(session, reply.lease_id, None)
+    reason = Reason.OK if run.blocks == len(keys) else _absence(reply)
+    return ViewLease(session, reply.lease_id, reason, "", arrays, run)
+
+
+def _blocks_of(run: _Run, block_bytes: int) -> list[Bytes]:
+    return [
+        slots2d[slot, :block_bytes] for slots2d, slots in run.sources for slot in slots.tolist()
+    ]

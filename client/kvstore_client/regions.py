@@ -1,0 +1,420 @@
+"""The daemon's memory in this process: regions to read, staging to write, and the socket behind
+them.
+
+One `Memory` belongs to one session. Its thread speaks on the fd socket: it maps what the daemon
+hands over, faults it in ahead in pieces, unmaps what the daemon closes and says so, and drops
+everything by itself when the socket hangs up, whether or not anybody calls the client. A region
+that is being copied or viewed stays in place until that is over; nothing is read from it as valid
+after `alive` is False or a slot's generation has changed.
+
+Descriptors are closed as soon as they are mapped. What the daemon says is checked: a region whose
+file is shorter, not sealed against shrinking, or laid out impossibly is refused (it could kill the
+process with SIGBUS).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from kvstore import shm
+from kvstore.model.reasons import Reason
+from kvstore.wire.v1 import fd_pb2
+from kvstore.wire.v1 import store_pb2 as pb
+from kvstore_client.channel import CallFailed
+
+__all__ = ["Memory", "Region", "Staging"]
+
+log = logging.getLogger(__name__)
+
+POPULATE_BYTES = 32 << 20
+"""Faulted in at a time, some 10 ms: the socket is looked at in between."""
+CLOSING_POLL_MS = 50
+AHEAD_REGIONS = 4
+FRAME_TIMEOUT_S = 2.0
+CLOSE_TIMEOUT_S = 1.0
+GENERATION_BYTES = 8
+
+
+class Region:
+    """A region of blocks, mapped for reading. `gone`: the daemon has closed it."""
+
+    __slots__ = ("_slots2d", "generations", "gone", "id", "memory", "slot_bytes", "slots")
+
+    def __init__(self, info: pb.RegionInfo, memory: shm.MappedRegion) -> None:
+        self.id = info.region_id
+        self.slots = info.slots
+        self.slot_bytes = info.slot_bytes
+        self.memory = memory
+        self.gone = False
+        self._slots2d = memory.slots2d(info.data_offset, info.slot_bytes, info.slots)
+        self.generations = memory.generations(info.slots)
+
+    @property
+    def slots2d(self) -> NDArray[np.uint8]:
+        """uint8 [slots, slot_bytes], read-only."""
+        return self._slots2d
+
+    def drop(self) -> bool:
+        """Gives the memory up; True once no view holds it any more. Idempotent."""
+        self.gone = True
+        self._slots2d = np.empty((0, 0), np.uint8)
+        self.generations = np.empty(0, np.uint64)
+        return self.memory.close()
+
+
+class Staging:
+    """The session's staging region, mapped for writing; not inherited by forked children."""
+
+    __slots__ = ("gone", "id", "memory", "total_bytes")
+
+    def __init__(self, region_id: int, memory: shm.MappedRegion) -> None:
+        self.id = region_id
+        self.memory = memory
+        self.total_bytes = memory.total_bytes
+        self.gone = False
+
+    def drop(self) -> bool:
+        self.gone = True
+        return self.memory.close()
+
+
+class Memory:
+    """See the module's docstring. Made by `Memory.attach`, ended by `close`."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        regions: list[int],
+        *,
+        populate: bool,
+        on_hangup: Callable[[], None],
+    ) -> None:
+        self._sock = sock
+        self._populate = populate
+        self._on_hangup = on_hangup
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._seq = 1
+        self._asked: dict[int, int] = {}  # seq -> region id, 0 for staging
+        self._refused: dict[int, Reason] = {}
+        self._regions: dict[int, Region] = {}
+        self._staging: Staging | None = None
+        self._ahead = deque(regions) if populate else deque[int]()
+        self._untouched: deque[tuple[shm.MappedRegion, int, bool]] = deque()
+        self._closing: dict[int, list[Region | Staging]] = {}
+        self._unreported: list[int] = []
+        self._stopping = False
+        self.alive = True
+        self._thread = threading.Thread(target=self._watch, name="kvstore-memory", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def attach(
+        cls,
+        sock: socket.socket,
+        secret: bytes,
+        timeout_s: float,
+        *,
+        populate: bool,
+        on_hangup: Callable[[], None],
+        unmapped: tuple[int, ...] = (),
+    ) -> Memory:
+        """Says Hello on a connected socket, which is taken over. Raises OSError (PermissionError
+        when the daemon refuses).
+
+        unmapped: regions of this daemon that an earlier session of this process had mapped and that
+        are unmapped by now.
+        """
+        try:
+            sock.settimeout(timeout_s)
+            hello = fd_pb2.FdRequest(seq=1, hello=fd_pb2.FdHello(session=secret))
+            with _own_pidfd() as pidfd:
+                shm.send_frame(sock, hello.SerializeToString(), pidfd)
+            frame, fds = shm.recv_frame(sock)
+            shm.close_fds(fds)
+            reply = fd_pb2.FdReply.FromString(frame)
+            if reply.seq != 1 or reply.WhichOneof("reply") != "welcome":
+                raise PermissionError(f"the fd socket refused: {Reason.from_wire(reply.reason)!r}")
+            for region_id in unmapped:
+                shm.send_frame(sock, _unmapped(region_id))
+            sock.settimeout(FRAME_TIMEOUT_S)
+            regions = [info.region_id for info in reply.welcome.regions]
+            return cls(sock, regions, populate=populate, on_hangup=on_hangup)
+        except DecodeError as error:
+            sock.close()
+            raise ConnectionError("the fd socket answered garbage") from error
+        except BaseException:
+            sock.close()
+            raise
+
+    # ---------------------------------------------------------------- what an operation asks for
+
+    def region(self, region_id: int, timeout_s: float) -> Region:
+        """The region, mapped now if it is not yet. Raises CallFailed."""
+        region = self._regions.get(region_id)
+        if region is not None:
+            return region
+        self._wait(region_id, lambda: region_id in self._regions, timeout_s)
+        return self._regions[region_id]
+
+    def staging(self, region_id: int, timeout_s: float) -> Staging:
+        """The session's staging region, which the daemon calls `region_id`. Raises CallFailed."""
+
+        def there() -> bool:
+            return self._staging is not None and self._staging.id == region_id
+
+        if not there():
+            self._wait(0, there, timeout_s)
+        staging = self._staging
+        assert staging is not None
+        return staging
+
+    def _wait(self, region_id: int, there: Callable[[], bool], timeout_s: float) -> None:
+        with self._changed:
+            self._refused.pop(region_id, None)
+            if region_id not in self._asked.values():
+                self._ask(region_id)
+            ended = self._changed.wait_for(
+                lambda: there() or region_id in self._refused or not self.alive, timeout_s
+            )
+            if there():
+                return
+            if not self.alive:
+                raise CallFailed(Reason.UNAVAILABLE, "the fd socket hung up", outage=True)
+            if not ended:
+                raise CallFailed(
+                    Reason.DEADLINE_EXCEEDED, "the fd socket did not answer in time", outage=True
+                )
+            raise CallFailed(self._refused.pop(region_id, Reason.REGION_UNKNOWN))
+
+    def _ask(self, region_id: int) -> None:
+        """Under the lock."""
+        self._seq = self._seq % 0xFFFF_FFFF + 1
+        request = fd_pb2.FdRequest(seq=self._seq)
+        if region_id:
+            request.get_region.region_id = region_id
+        else:
+            request.get_staging.SetInParent()
+        self._asked[self._seq] = region_id
+        self._send(request.SerializeToString())
+
+    def _send(self, payload: bytes) -> None:
+        try:
+            with self._sending:
+                shm.send_frame(self._sock, payload)
+        except OSError:
+            # Half a frame may be out: the watcher sees the end of the socket and tidies up.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    # ---------------------------------------------------------------- the watcher
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.register(self._wake_fd, select.POLLIN)
+        try:
+            while not self._stopping:
+                ready = dict(poll.poll(self._pause_ms()))
+                if self._sock.fileno() in ready:
+                    self._receive()
+                elif not self._finish_closing():
+                    self._work_ahead()
+        except (OSError, ValueError, DecodeError) as error:
+            if not self._stopping:
+                log.info("kvstore: the fd socket is gone (%s)", error)
+        finally:
+            self._end()
+
+    def _pause_ms(self) -> int | None:
+        if self._untouched or (self._ahead and not self._asked):
+            return 0
+        return CLOSING_POLL_MS if self._closing else None
+
+    def _receive(self) -> None:
+        frame, fds = shm.recv_frame(self._sock)
+        try:
+            reply = fd_pb2.FdReply.FromString(frame)
+            if reply.seq:
+                self._answered(reply, fds)
+            elif reply.WhichOneof("reply") == "unmap":
+                self._close(reply.unmap.region_id)
+        finally:
+            shm.close_fds(fds)
+
+    def _answered(self, reply: fd_pb2.FdReply, fds: list[int]) -> None:
+        region_id = self._asked.get(reply.seq)
+        if region_id is None:
+            return
+        mapped: Region | Staging | None = None
+        refusal = Reason.from_wire(reply.reason)
+        if refusal is Reason.OK and fds:
+            try:
+                mapped = self._map(region_id, reply, fds[0])
+            except (OSError, ValueError) as error:
+                log.warning("kvstore: region %d cannot be mapped: %s", region_id, error)
+                refusal = Reason.REGION_UNKNOWN
+        with self._changed:
+            del self._asked[reply.seq]
+            if isinstance(mapped, Region):
+                self._regions[mapped.id] = mapped
+            elif isinstance(mapped, Staging):
+                old, self._staging = self._staging, mapped
+                if old is not None:
+                    self._closing.setdefault(old.id, []).append(old)
+            else:
+                self._refused[region_id] = refusal
+            self._changed.notify_all()
+        if mapped is not None and self._populate:
+            self._untouched.append((mapped.memory, 0, isinstance(mapped, Staging)))
+
+    def _map(self, region_id: int, reply: fd_pb2.FdReply, fd: int) -> Region | Staging:
+        kind = reply.WhichOneof("reply")
+        if region_id == 0 and kind == "staging":
+            total_bytes = reply.staging.total_bytes
+            memory = shm.map_region(
+                fd, total_bytes, writable=True, populate=False, require=shm.Seal.SHRINK
+            )
+            shm.dontfork(memory)
+            return Staging(reply.staging.region_id, memory)
+        info = reply.region
+        if kind != "region" or info.region_id != region_id:
+            raise ValueError("another one was asked for")
+        if info.slots < 1 or info.data_offset < info.slots * GENERATION_BYTES:
+            raise ValueError("its layout is impossible")
+        memory = shm.map_region(
+            fd, info.total_bytes, writable=False, populate=False, require=shm.Seal.SHRINK
+        )
+        return Region(info, memory)
+
+    def _close(self, region_id: int) -> None:
+        """The daemon has closed a region: nobody gets it any more, and soon it is unmapped."""
+        with self._changed:
+            region: Region | Staging | None = self._regions.pop(region_id, None)
+            if self._staging is not None and self._staging.id == region_id:
+                region, self._staging = self._staging, None
+        self._untouched = deque(
+            item for item in self._untouched if region is None or item[0] is not region.memory
+        )
+        held = self._closing.setdefault(region_id, [])
+        if region is not None:
+            held.append(region)
+        self._finish_closing()
+
+    def _finish_closing(self) -> bool:
+        """Tells the daemon what nobody here views or copies any more. True if it told anything."""
+        gone = self._unmap_unheld()
+        for region_id in gone:
+            self._send(_unmapped(region_id))
+        return bool(gone)
+
+    def _unmap_unheld(self) -> list[int]:
+        gone = []
+        for region_id, held in list(self._closing.items()):
+            held[:] = [region for region in held if not region.drop()]
+            if not held:
+                del self._closing[region_id]
+                gone.append(region_id)
+        return gone
+
+    def _work_ahead(self) -> None:
+        if self._untouched:
+            memory, start, write = self._untouched.popleft()
+            length = min(POPULATE_BYTES, memory.total_bytes - start)
+            try:
+                shm.prefault(memory, start, length, write=write)
+            except (OSError, ValueError):
+                return  # closed meanwhile, or no memory now: it is faulted in when it is read
+            if start + length < memory.total_bytes:
+                self._untouched.append((memory, start + length, write))
+        elif self._ahead and not self._asked:
+            with self._changed:
+                for _ in range(min(AHEAD_REGIONS, len(self._ahead))):
+                    region_id = self._ahead.popleft()
+                    if region_id not in self._regions:
+                        self._ask(region_id)
+
+    # ---------------------------------------------------------------- end
+
+    def _end(self) -> None:
+        """In the watcher: drops all maps. Views keep theirs until the last one goes."""
+        with self._changed:
+            self.alive = False
+            held: list[Region | Staging] = list(self._regions.values())
+            if self._staging is not None:
+                held.append(self._staging)
+            for region in held:
+                self._closing.setdefault(region.id, []).append(region)
+            self._regions.clear()
+            self._staging = None
+            self._changed.notify_all()
+        if self._stopping:
+            self._finish_closing()
+        else:
+            self._unreported += self._unmap_unheld()
+        self._sock.close()
+        os.close(self._wake_fd)
+        if not self._stopping:
+            self._on_hangup()
+
+    def unreported(self) -> tuple[int, ...]:
+        """After a hang-up: what was unmapped without telling the daemon, which counts it as held by
+        this process for as long as both of them live. For `attach` of the next session.
+        """
+        self._unreported += self._unmap_unheld()
+        told, self._unreported = self._unreported, []
+        return tuple(told)
+
+    def close(self) -> None:
+        """Unmaps, tells the daemon, hangs up. Idempotent; waits for the watcher."""
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake_fd, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def forget_in_child(self) -> None:
+        """After a fork: unmaps and closes what was inherited, without a word to the daemon."""
+        self.alive = False
+        self._stopping = True
+        for region in list(self._regions.values()):
+            region.drop()
+        for held in list(self._closing.values()):
+            for one in held:
+                one.drop()
+        if self._staging is not None:
+            self._staging.gone = True
+        self._sock.close()
+        with contextlib.suppress(OSError):
+            os.close(self._wake_fd)
+
+
+def _unmapped(region_id: int) -> bytes:
+    request = fd_pb2.FdRequest(seq=1, unmapped=fd_pb2.Unmapped(region_id=region_id))
+    return request.SerializeToString()
+
+
+@contextlib.contextmanager
+def _own_pidfd() -> Iterator[int | None]:
+    """A descriptor of this process, None where the kernel has none to give."""
+    try:
+        pidfd = os.pidfd_open(os.getpid())
+    except OSError:
+        yield None
+        return
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)

@@ -1,0 +1,162 @@
+"""What the calls answer: plain values. `reason` says why, for every outcome.
+
+The data path does not raise: an outage, a deadline, a refusal is a result with no blocks and its
+reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvstore.model.fingerprint import Difference, Verdict
+from kvstore.model.keys import BlockKey
+from kvstore.model.reasons import Reason
+
+__all__ = [
+    "Connection",
+    "Fetched",
+    "Hit",
+    "KeyExplanation",
+    "LoadAdvice",
+    "Pushed",
+    "Rank",
+    "SpaceStatus",
+]
+
+
+class Rank(NamedTuple):
+    """One process of an engine that is spread over several: which part of each block it fills."""
+
+    tensor: int = 0
+    pipeline: int = 0
+
+
+class LoadAdvice(NamedTuple):
+    """What the daemon advises to do with a hit; milliseconds are predictions.
+
+    load_blocks: how many of the leading blocks to load; the rest is computed faster.
+    recompute_tokens: tokens of the prompt left to compute; 0 when its length is unknown.
+    ideal_load_ms: bytes / bandwidth, the bound that no load beats.
+    recompute_ms: prefill time of what would be loaded; 0 when the cost is unknown.
+    reason: OK, DECLINED_RECOMPUTE_FASTER, NOTHING_TO_DO, or COST_UNKNOWN (no gate: all is loaded).
+    bytes_per_second: the estimate that was used.
+    """
+
+    load_blocks: int
+    recompute_tokens: int
+    load_ms: float
+    ideal_load_ms: float
+    recompute_ms: float
+    reason: Reason
+    bytes_per_second: float
+
+
+NO_ADVICE = LoadAdvice(0, 0, 0.0, 0.0, 0.0, Reason.NOTHING_TO_DO, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """How much of a prompt is stored.
+
+    blocks, tokens: the leading run that is there. tiers: a byte a block of it, the index into
+    `Connection.tiers`. keys: of the whole prompt. reason: OK if all is there, else why the first
+    absent block is absent; `differences`: the fields in which the nearest stored fingerprint
+    differs. A hit is a hint, not a lease: what is gone by the time of the fetch is a miss there.
+    """
+
+    blocks: int
+    tokens: int
+    tiers: bytes
+    keys: tuple[BlockKey, ...]
+    plan: LoadAdvice
+    reason: Reason
+    differences: tuple[Difference, ...] = ()
+    detail: str = ""
+
+    @property
+    def keys_to_load(self) -> tuple[BlockKey, ...]:
+        """What the plan advises to fetch; `fetch(hit)` fetches these."""
+        return self.keys[: min(self.blocks, self.plan.load_blocks)]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a fetch copied.
+
+    blocks: the leading run that was copied and verified; rows of `data` beyond it are undefined.
+    reason: OK if that is all that was asked for, else why it ended.
+    copy_ms: the copies alone. total_ms: the whole call.
+    """
+
+    blocks: int
+    tokens: int
+    data: Any
+    reason: Reason
+    bytes: int = 0
+    copy_ms: float = 0.0
+    total_ms: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What became of the blocks of a push; the numbers add up to the blocks that were offered.
+
+    stored: readable now. waiting: stored when the other ranks have committed their parts.
+    present: were stored before. reserved: another writer is storing them. failed: given to the
+    daemon and dropped. skipped: not taken. reason: OK, or why not all.
+    """
+
+    stored: int
+    present: int
+    reserved: int
+    failed: int
+    skipped: int
+    waiting: int
+    reason: Reason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceStatus:
+    """What the daemon says to a fingerprint.
+
+    verdict: MATCH: in use. HELD: only this engine reads what it writes, until an operator decides
+    on `review_id`; `missing` names the fields. INCOMPATIBLE: refused, or no answer; see reason.
+    differences: against the nearest fingerprint that is known.
+    """
+
+    verdict: Verdict
+    reason: Reason
+    differences: tuple[Difference, ...] = ()
+    missing: tuple[str, ...] = ()
+    review_id: int = 0
+    digest: bytes = b""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyExplanation:
+    """Why a key hits or misses. `key`: 8 hex digits. age_s: since its last event, None: unknown."""
+
+    key: str
+    reason: Reason
+    tier: str
+    generation: int
+    leases: int
+    age_s: float | None
+    differences: tuple[Difference, ...]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How a client is connected. transport: "shm", "stream", or "" while it is not connected."""
+
+    transport: str
+    reason: Reason
+    instance_id: bytes = b""
+    daemon_version: str = ""
+    tiers: tuple[str, ...] = ()
+    detail: str = ""

@@ -1,0 +1,316 @@
+"""One space, as both clients see it: what the arguments mean, and which operation they start.
+
+Everything that a caller can do wrong is found here, before any call, and raised as BadRequest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvstore.model import keys as model_keys
+from kvstore.model.cost import PrefillCost
+from kvstore.model.fingerprint import Difference, Fingerprint, Verdict
+from kvstore.model.keys import BlockKey, Extras, Tokens
+from kvstore.model.reasons import BadRequest, Reason
+from kvstore_client import calls, reads, writes
+from kvstore_client.arrays import Bytes, rows_of
+from kvstore_client.prefill import PrefillFit
+from kvstore_client.reads import FetchRequest
+from kvstore_client.results import Fetched, Hit, KeyExplanation, Pushed, Rank, SpaceStatus
+from kvstore_client.root import Prepared, Root, check_keys, spec_of
+from kvstore_client.steps import (
+    Context,
+    Operation,
+    UserError,
+)
+from kvstore_client.streams import Fill
+from kvstore_client.views import Views
+from kvstore_client.writes import PushRequest
+
+__all__ = ["SpaceCore", "TokensOrKeys"]
+
+TokensOrKeys: TypeAlias = Tokens | Sequence[BlockKey] | Hit
+KeysOrHit: TypeAlias = Sequence[BlockKey] | Hit
+Differences: TypeAlias = tuple[Difference, ...]
+
+REQUEST_ID_BYTES_MAX = 128
+ATTEMPT_MAX = 2**64 - 1
+WAIT_MS_MAX = 2**32 - 1
+
+
+class SpaceCore:
+    """Arguments to operations. Immutable but for the prefills that it has seen."""
+
+    def __init__(self, root: Root, fingerprint: Fingerprint, rank: int | Rank) -> None:
+        self.root = root
+        self.spec, self.writes_part = spec_of(fingerprint, rank)
+        self.prefill = PrefillFit(root.config.prefill)
+
+    # ---------------------------------------------------------------- arguments
+
+    def keys(
+        self, tokens: Tokens, *, salt: bytes = b"", extras: Extras | None = None
+    ) -> list[BlockKey]:
+        fingerprint = self.spec.fingerprint
+        return model_keys.chain(
+            tokens,
+            self.spec.block_tokens,
+            salt=salt,
+            cache_group=fingerprint.geometry.cache_group,
+            extras=extras,
+        )
+
+    def chain(self, given: TokensOrKeys) -> tuple[Sequence[BlockKey], int]:
+        """(keys, tokens of the prompt or 0 if they are not known)."""
+        if isinstance(given, Hit):
+            return given.keys, 0
+        keys = check_keys(given)
+        if keys is not None:
+            return keys, 0
+        return self.keys(given), len(given)
+
+    # ---------------------------------------------------------------- operations
+
+    def status(self) -> Prepared[SpaceStatus]:
+        def failed(reason: Reason, detail: str, differences: Differences) -> SpaceStatus:
+            return SpaceStatus(Verdict.INCOMPATIBLE, reason, differences, detail=detail)
+
+        return Prepared(lambda context: calls.status(self.spec), failed)
+
+    def lookup(
+        self, given: TokensOrKeys, prefill: PrefillCost | None, request_id: str
+    ) -> Prepared[Hit]:
+        check_request_id(request_id)
+        keys, prompt_tokens = self.chain(given)
+        if prefill is not None and not prefill.valid():
+            raise BadRequest(Reason.BAD_SIZE, "prefill is a valid PrefillCost", "prefill")
+        cost = prefill or self.prefill.cost()
+        failed = calls.missed(keys)
+
+        def start(context: Context) -> Operation[Hit]:
+            if not keys:
+                return _no_steps(failed(Reason.NOTHING_TO_DO, Reason.NOTHING_TO_DO.text, ()))
+            return calls.lookup(
+                self.spec,
+                keys,
+                prompt_tokens=prompt_tokens,
+                prefill=cost,
+                request_id=request_id,
+            )
+
+        return Prepared(start, failed)
+
+    def fetch(
+        self,
+        given: KeysOrHit,
+        out: Any,
+        *,
+        part: bool,
+        wait_ms: int,
+        all_or_nothing: bool,
+        request_id: str,
+    ) -> Prepared[Fetched]:
+        check_request_id(request_id)
+        check_wait_ms(wait_ms)
+        keys, no_keys = self._keys_to_load(given)
+        layout = self.spec.layout
+        row_bytes = layout.part_bytes if part else layout.block_bytes
+        if out is None:
+            # First-touch faults of fresh memory cost more than the copy.
+            out = np.empty((len(keys), row_bytes), np.uint8)
+        rows = rows_of(out, len(keys), row_bytes, name="out", writable=True)
+        offset = layout.parts[self.spec.part].offset
+        request = FetchRequest(
+            keys=keys,
+            rows=rows,
+            span=slice(offset, offset + row_bytes) if part and len(layout.parts) > 1 else None,
+            wait_ms=wait_ms,
+            all_or_nothing=bool(all_or_nothing),
+            request_id=request_id,
+            prefill=self.prefill.cost(),
+        )
+        begun_ns = time.perf_counter_ns()
+
+        def fetched(done: reads.Copied) -> Fetched:
+            return Fetched(
+                blocks=done.blocks,
+                tokens=done.blocks * self.spec.block_tokens,
+                data=out,
+                reason=done.reason,
+                bytes=done.bytes,
+                copy_ms=done.copy_ns / 1e6,
+                total_ms=(time.perf_counter_ns() - begun_ns) / 1e6,
+                detail=done.detail,
+            )
+
+        def start(context: Context) -> Operation[Fetched]:
+            if not keys:
+                return _no_steps(fetched(reads.Copied(reason=no_keys)))
+            return _then(reads.fetch(context, self.spec, request), fetched)
+
+        def failed(reason: Reason, detail: str, differences: Differences) -> Fetched:
+            return fetched(reads.Copied(reason=reason, detail=detail))
+
+        return Prepared(start, failed)
+
+    def _keys_to_load(self, given: KeysOrHit) -> tuple[Sequence[BlockKey], Reason]:
+        """The keys to fetch; the reason is for the case that there are none."""
+        if isinstance(given, Hit):
+            if given.blocks and not given.keys_to_load:
+                return (), given.plan.reason
+            return given.keys_to_load, given.reason
+        keys = check_keys(given)
+        if keys is None:
+            if len(given):
+                raise BadRequest(Reason.BAD_KEY_LENGTH, "give keys (see `keys`) or a Hit", "keys")
+            keys = []
+        return keys, Reason.NOTHING_TO_DO
+
+    def view(self, given: KeysOrHit, wait_ms: int, request_id: str) -> Prepared[Views]:
+        check_request_id(request_id)
+        check_wait_ms(wait_ms)
+        keys, no_keys = self._keys_to_load(given)
+
+        def start(context: Context) -> Operation[Views]:
+            if not keys:
+                return _no_steps(Views(None, None, no_keys, no_keys.text))
+            leasing = reads.view(context, self.spec, keys, wait_ms=wait_ms, request_id=request_id)
+            return _then(
+                leasing, lambda lease: Views(lease, context.release, lease.reason, lease.detail)
+            )
+
+        def failed(reason: Reason, detail: str, differences: Differences) -> Views:
+            return Views(None, None, reason, detail)
+
+        return Prepared(start, failed)
+
+    def push(
+        self,
+        given: TokensOrKeys,
+        data: Any,
+        *,
+        first_block: int,
+        attempt: int,
+        durable: bool,
+        request_id: str,
+    ) -> Prepared[Pushed]:
+        check_request_id(request_id)
+        keys, _ = self.chain(given)
+        if type(first_block) is not int or not 0 <= first_block <= len(keys):
+            raise BadRequest(
+                Reason.BAD_SIZE, f"first_block is an int from 0 to {len(keys)}", "first_block"
+            )
+        if type(attempt) is not int or not 0 <= attempt <= ATTEMPT_MAX:
+            raise BadRequest(Reason.BAD_SIZE, "attempt is an int from 0 to 2^64-1", "attempt")
+        request = PushRequest(
+            keys=keys,
+            fill=self._fill_from(data, first_block, len(keys)),
+            first_block=first_block,
+            attempt=attempt,
+            durable=bool(durable),
+            request_id=request_id,
+        )
+
+        def start(context: Context) -> Operation[Pushed]:
+            if not request.offered:
+                return _no_steps(_skipped(0, Reason.NOTHING_TO_DO, Reason.NOTHING_TO_DO.text))
+            if not self.writes_part:
+                why = "another rank holds the same bytes and writes them"
+                return _no_steps(_skipped(request.offered, Reason.NOTHING_TO_DO, why))
+            return writes.push(context, self.spec, request)
+
+        def failed(reason: Reason, detail: str, differences: Differences) -> Pushed:
+            return _skipped(request.offered, reason, detail)
+
+        return Prepared(start, failed)
+
+    def _fill_from(self, data: Any, first_block: int, blocks: int) -> Fill:
+        if callable(data) and not hasattr(data, "__array__"):
+            user: Callable[[int, Bytes], None] = data
+
+            def fill(index: int, target: Bytes) -> None:
+                try:
+                    user(index, target)
+                except BaseException as error:
+                    raise UserError(error) from error
+
+            return fill
+        rows = rows_of(
+            data, blocks - first_block, self.spec.layout.part_bytes, name="data", writable=False
+        )
+
+        def copy(index: int, target: Bytes) -> None:
+            np.copyto(target, rows[index - first_block])
+
+        return copy
+
+    def explain(self, keys: Sequence[BlockKey]) -> Prepared[list[KeyExplanation]]:
+        checked = check_keys(keys)
+        if checked is None:
+            if len(keys):
+                raise BadRequest(Reason.BAD_KEY_LENGTH, "explain takes keys", "keys")
+            return Prepared(lambda context: _no_steps([]), None)
+        return Prepared(lambda context: calls.explain(self.spec, checked), None)
+
+    # ---------------------------------------------------------------- tensors
+
+    def tensors(self, fetched: Fetched) -> Fetched:
+        """The same with `data` as one torch tensor over the same memory: [n, *part shape], with a
+        dimension for the parts in front of the part's where there are several.
+        """
+        import torch  # here: a client without tensors needs none
+
+        layout = self.spec.layout
+        shape = layout.part_shape(0)
+        if len(layout.parts) > 1:
+            shape = (len(layout.parts), *shape)
+        dtype = getattr(torch, layout.kv_dtype)
+        flat = torch.from_numpy(fetched.data)
+        data = flat.view(dtype).reshape(flat.shape[0], *shape)
+        return Fetched(
+            fetched.blocks,
+            fetched.tokens,
+            data,
+            fetched.reason,
+            fetched.bytes,
+            fetched.copy_ms,
+            fetched.total_ms,
+            fetched.detail,
+        )
+
+    def check_tensors(self) -> None:
+        """BadRequest(NOT_SUPPORTED) where only the engine knows the shape of its blocks."""
+        self.spec.layout.part_shape(0)
+
+
+def check_request_id(request_id: object) -> None:
+    if type(request_id) is not str or len(request_id.encode("utf-8", "replace")) > (
+        REQUEST_ID_BYTES_MAX
+    ):
+        raise BadRequest(
+            Reason.BAD_NAME,
+            f"request_id must be a str of at most {REQUEST_ID_BYTES_MAX} bytes",
+            "request_id",
+        )
+
+
+def check_wait_ms(wait_ms: object) -> None:
+    if type(wait_ms) is not int or not 0 <= wait_ms <= WAIT_MS_MAX:
+        raise BadRequest(Reason.BAD_SIZE, "wait_ms is an int, 0 or more", "wait_ms")
+
+
+def _skipped(offered: int, reason: Reason, detail: str) -> Pushed:
+    return Pushed(0, 0, 0, 0, offered, 0, reason, detail)
+
+
+def _no_steps(result: Any) -> Operation[Any]:
+    yield from ()  # a generator that ends at once
+    return result
+
+
+def _then(operation: Operation[Any], finish: Callable[[Any], Any]) -> Operation[Any]:
+    return finish((yield from operation))
