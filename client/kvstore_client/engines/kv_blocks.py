@@ -196,9 +196,19 @@ def rebuild_cache(
     cache = DynamicCache(config=model_config)
     if tokens:
         whole = whole.to(device)
-        for layer in range(shape.layers):
-            cache.update(whole[layer, 0][None], whole[layer, 1][None], layer)
+        for index, layer in enumerate(_layers(cache)):
+            _fill(layer, whole[index, 0][None], whole[index, 1][None])
     return cache
+
+
+def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+    if type(layer) is DynamicSlidingWindowLayer:
+        layer.update(keys, values)  # keeps what the window leaves, and counts the rest
+        return
+    # `update` would append to nothing by copying all of it: into fresh memory, whose page faults
+    # took five times as long as everything else here.
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
 
 
 def first_kept_token(cache: DynamicCache) -> int:

@@ -27,11 +27,11 @@ from kvstore.model.layout import layout_of
 from kvstore_client.engines.kv_blocks import BlockCutter, UnsupportedCacheError, rebuild_cache
 
 if TYPE_CHECKING:
-    from kvstore_client.client import Client
-    from kvstore_client.results import Hit, Pushed
     from transformers import PreTrainedModel
     from transformers.cache_utils import DynamicCache
 
+    from kvstore_client.client import Client
+    from kvstore_client.results import Hit, Pushed
     from kvstore_client.weights import WeightsDigest
 
 __all__ = ["PrefixCache", "Restored", "Saved"]
@@ -183,5 +183,6 @@ class PrefixCache:
         copy."""
         if self._rows.shape[0] < blocks:
             size = layout_of(self._fingerprint).block_bytes
-            self._rows = np.empty((blocks, size), np.uint8)
+            # Room for the next turns of a conversation; pages that are not touched cost nothing.
+            self._rows = np.empty((blocks * 2, size), np.uint8)
         return self._rows[:blocks]

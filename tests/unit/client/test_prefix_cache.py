@@ -16,10 +16,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from kvstore.model.fingerprint import Fingerprint  # noqa: E402
-from kvstore.model.keys import chain  # noqa: E402
+from kvstore.model.keys import BlockKey, chain  # noqa: E402
 from kvstore.model.reasons import Reason  # noqa: E402
 from kvstore_client.engines.prefix_cache import PrefixCache, Restored  # noqa: E402
 from kvstore_client.engines.transformers import fingerprint_of, generate  # noqa: E402
+from kvstore_client.results import Fetched, Hit, LoadAdvice, Pushed  # noqa: E402
 from kvstore_client.weights import DigestMemory, WeightsDigest  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -27,32 +28,6 @@ pytestmark = pytest.mark.torch
 SEED = 5
 BLOCK_TOKENS = 16
 VOCABULARY = 97
-
-
-@dataclass
-class MemoryPlan:
-    load_blocks: int
-
-
-@dataclass
-class MemoryHit:
-    blocks: int
-    plan: MemoryPlan
-    reason: Reason
-    differences: tuple[Any, ...] = ()
-
-
-@dataclass
-class MemoryFetched:
-    blocks: int
-    reason: Reason
-
-
-@dataclass
-class MemoryPushed:
-    stored: int
-    present: int
-    reason: Reason = Reason.OK
 
 
 @dataclass
@@ -67,26 +42,28 @@ class MemorySpace:
     def keys(self, tokens: Sequence[int], *, salt: bytes = b"") -> list[Any]:
         return list(chain(tokens, self.fingerprint.encoding.block_tokens, salt=salt))
 
-    def lookup(self, keys: list[bytes], *, prefill: Any, request_id: str) -> MemoryHit:
+    def lookup(self, keys: list[BlockKey], *, prefill: Any, request_id: str) -> Hit:
         count = next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
-        reason = Reason.HIT if count else Reason.MISS_NEVER_STORED
-        return MemoryHit(count, MemoryPlan(min(count, self.advise)), reason)
+        reason = Reason.OK if count == len(keys) else Reason.MISS_NEVER_STORED
+        plan = LoadAdvice(min(count, self.advise), 0, 0.0, 0.0, 0.0, Reason.COST_UNKNOWN, 0.0)
+        return Hit(count, count * BLOCK_TOKENS, bytes(count), tuple(keys), plan, reason)
 
-    def fetch(self, keys: list[bytes], out: Any, *, request_id: str) -> MemoryFetched:
+    def fetch(self, keys: list[BlockKey], out: Any, *, request_id: str) -> Fetched:
         count = max(0, len(keys) - self.lose)
         out[...] = 255
         for row, key in zip(out, keys[:count], strict=False):
             row[:] = np.frombuffer(self.blocks[key], np.uint8)
-        return MemoryFetched(count, Reason.OK if count else Reason.GENERATION_CHANGED)
+        reason = Reason.OK if count else Reason.GENERATION_CHANGED
+        return Fetched(count, count * BLOCK_TOKENS, out, reason)
 
     def push(
         self,
-        keys: list[bytes],
+        keys: list[BlockKey],
         fill: Callable[[int, Any], None],
         *,
         first_block: int,
         request_id: str,
-    ) -> MemoryPushed:
+    ) -> Pushed:
         stored = 0
         for index, key in enumerate(keys[first_block:], first_block):
             if key not in self.blocks:
@@ -94,7 +71,7 @@ class MemorySpace:
                 fill(index, row)
                 self.blocks[key] = row.tobytes()
                 stored += 1
-        return MemoryPushed(stored, len(keys) - first_block - stored)
+        return pushed(stored, len(keys) - first_block - stored)
 
 
 class MemoryClient:
@@ -103,6 +80,10 @@ class MemoryClient:
 
     def space(self, fingerprint: Fingerprint) -> MemorySpace:
         return self.spaces.setdefault(fingerprint.digest, MemorySpace(fingerprint))
+
+
+def pushed(stored: int, present: int) -> Pushed:
+    return Pushed(stored, present, 0, 0, 0, 0, Reason.OK)
 
 
 def row_bytes(fingerprint: Fingerprint) -> int:
@@ -154,7 +135,7 @@ def test_a_conversation_is_restored_turn_by_turn_and_answers_as_the_live_cache()
     ids = tokens(100)
     assert cache.restore(ids).why == "MISS_NEVER_STORED"
     first = generate(model, ids, None, 8)
-    assert cache.save([*ids, *first.token_ids], first.cache).pushed == MemoryPushed(6, 0)
+    assert cache.save([*ids, *first.token_ids], first.cache).pushed == pushed(6, 0)
     following = [*ids, *first.token_ids, *tokens(30, SEED + 1)]
     restored = opened(model, client).restore(following)
     assert restored.tokens == 96
@@ -162,9 +143,9 @@ def test_a_conversation_is_restored_turn_by_turn_and_answers_as_the_live_cache()
     second = generate(model, following, restored.cache, 8)
     assert second.token_ids == generate(model, following, None, 8).token_ids
     saved = cache.save([*following, *second.token_ids], second.cache, from_token=restored.tokens)
-    assert saved.pushed == MemoryPushed(3, 0)  # 145 tokens in the cache: blocks 6, 7 and 8
+    assert saved.pushed == pushed(3, 0)  # 145 tokens in the cache: blocks 6, 7 and 8
     again = cache.save([*following, *second.token_ids], second.cache)
-    assert again.pushed == MemoryPushed(0, 9)
+    assert again.pushed == pushed(0, 9)
 
 
 def test_a_whole_prompt_that_is_stored_leaves_a_token_to_compute() -> None:
@@ -236,7 +217,7 @@ def test_a_window_that_dropped_tokens_is_a_skipped_save_with_the_reason() -> Non
     skipped = cache.save(ids, made.cache)
     assert skipped.pushed is None
     assert "window of 32" in skipped.why
-    assert cache.save(ids, made.cache, from_token=80).pushed == MemoryPushed(1, 0)
+    assert cache.save(ids, made.cache, from_token=80).pushed == pushed(1, 0)
     assert cache.save(ids[:90], made.cache, from_token=90).why == "no new whole block"
 
 
