@@ -193,8 +193,9 @@ class Arena:
         if pool in self.claims or len(self.regions) == len(pool.regions):
             return []
         tenant = pool.tenant
-        used, quota = self.tenant_bytes[tenant], self.quota_bytes[tenant]
-        within = self.shape(pool.slot_bytes, min(quota - used, self.capacity_bytes))
+        others_over = any(self._share(t) > 1 for t in self.tenant_bytes if t != tenant)
+        left = self.quota_bytes[tenant] - self.tenant_bytes[tenant]
+        within = self.shape(pool.slot_bytes, left) if others_over else None
         shape = within or self.shape(pool.slot_bytes, self.capacity_bytes)
         if shape is None:
             return []

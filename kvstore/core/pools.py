@@ -162,6 +162,7 @@ class Pool:
         self.block_bytes = 0
         self.pinned_bytes = 0
         self.pressed_at = 0
+        self._touched_ns = 0
 
     # ------------------------------------------------------------------ regions
 
@@ -210,10 +211,9 @@ class Pool:
 
     def publish(self, slots: Sequence[Slot], now_ns: int) -> None:
         """FILLING -> READY, all at once; given from tail to head."""
+        self._mark_touched(slots, now_ns)
         for slot in slots:
             slot.fill = None
-            slot.touched_ns = now_ns
-            slot.region.touched_ns = now_ns
             self._set(slot, READY)
         self.policy.insert(slots, now_ns)
 
@@ -248,10 +248,19 @@ class Pool:
 
     def touch(self, slots: Sequence[Slot], now_ns: int) -> None:
         """READY slots were used; given from tail to head."""
+        self._mark_touched(slots, now_ns)
+        self.policy.touch(slots, now_ns)
+
+    def _mark_touched(self, slots: Sequence[Slot], now_ns: int) -> None:
+        """Slots are touched a nanosecond apart, so that a prompt's tail is colder than its head for
+        regions too.
+        """
+        now_ns = max(now_ns, self._touched_ns)
         for slot in slots:
+            now_ns += 1
             slot.touched_ns = now_ns
             slot.region.touched_ns = now_ns
-        self.policy.touch(slots, now_ns)
+        self._touched_ns = now_ns
 
     def victim(self) -> Slot | None:
         """The coldest slot that is not in use; those in use on the way are shelved."""

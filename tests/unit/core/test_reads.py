@@ -7,7 +7,7 @@ import pytest
 from kvstore.core.effects import Copy, Forget, Ready
 from kvstore.model.reasons import Reason
 from kvstore.model.values import CoreLimits, LeaseMode
-from tests.unit.core.harness import BLOCK, SECOND, Bench, keys
+from tests.unit.core.harness import BLOCK, SECOND, STEP_NS, Bench, keys
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_copy_leases_expire_and_views_do_not(bench: Bench) -> None:
     bench.put(session, space, keys(8))
     bench.acquire(session, space, keys(2), ttl_ns=SECOND)
     view = bench.acquire(session, space, keys(8)[2:4], mode=LeaseMode.VIEW, ttl_ns=SECOND)
-    assert bench.core.tick(bench.now_ns) == bench.now_ns - 1 + SECOND
+    assert bench.core.tick(bench.now_ns) == bench.now_ns - STEP_NS + SECOND
     assert bench.pass_time(3600 * SECOND) is None
     stats = bench.core.stats()
     assert (stats.read_leases, stats.view_leases) == (0, 1)
