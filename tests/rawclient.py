@@ -1,0 +1,466 @@
+"""A client of the bare protocol, for what the SDK would never do.
+
+It speaks the generated stubs and the fd socket and maps regions, and promises nothing: no deadline
+is kept, nothing is retried, nothing is released by itself. Errors of a call come out as `Refused`.
+Everything that a call takes can be overridden, so that ids of others, late writes and wrong sizes
+can be sent.
+
+    with RawClient(daemon.data_socket) as client:
+        space = client.open(MODEL).space_id
+        client.put(space, keys, rows)
+        rows = client.get(space, keys)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.model.fingerprint import Fingerprint
+from kvstore.model.reasons import Reason
+from kvstore.shm import MappedRegion, map_region, recv_frame, send_frame
+from kvstore.wire import convert, status
+from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, fd_pb2, store_pb2_grpc
+from kvstore.wire.v1 import store_pb2 as pb
+
+Bytes = NDArray[np.uint8]
+Reply = TypeVar("Reply")
+
+CALL_S = 20.0
+"""Longest that a call of a test may take: a daemon that does not answer fails the test."""
+SECRET_BYTES = 16
+
+
+class Refused(Exception):
+    """A call that ended with a status. `answer` is all that a caller can see of it."""
+
+    def __init__(self, error: grpc.RpcError) -> None:
+        call: Any = error
+        metadata = call.trailing_metadata() or ()
+        details = [value for key, value in metadata if key == status.DETAIL_KEY]
+        parsed = pb.ErrorDetail.FromString(details[0]) if details else pb.ErrorDetail()
+        self.code: grpc.StatusCode = call.code()
+        self.text: str = call.details()
+        self.reason = Reason.from_wire(parsed.reason)
+        self.detail = parsed
+        self.answer = (self.code.name, self.text, tuple(details))
+        super().__init__(f"{self.code.name}: {self.text}")
+
+
+def refused_as(call: Callable[[], Reply]) -> Reply:
+    """Runs a call; its status comes out as `Refused`."""
+    try:
+        return call()
+    except grpc.RpcError as error:
+        raise Refused(error) from None
+
+
+def reason(number: int) -> Reason:
+    """Of a reply's field."""
+    return Reason.from_wire(number)
+
+
+def channel(path: str) -> grpc.Channel:
+    """A connection of its own to a unix socket."""
+    options = [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.enable_retries", 0),
+    ]
+    return grpc.insecure_channel(f"unix:{path}", options=options)
+
+
+class Place(NamedTuple):
+    """Where a leased block is; region 0: absent."""
+
+    region: int
+    slot: int
+    generation: int
+
+
+@dataclass
+class Leased:
+    """A read lease with the places of its blocks."""
+
+    lease_id: int
+    places: list[Place]
+    block_bytes: int
+    reply: pb.AcquireReply
+
+    @property
+    def reason(self) -> Reason:
+        return reason(self.reply.reason)
+
+    @property
+    def blocks(self) -> int:
+        """How many are there."""
+        return sum(place.region != 0 for place in self.places)
+
+
+@dataclass
+class Mapped:
+    """A region in this process."""
+
+    info: pb.RegionInfo
+    memory: MappedRegion
+    fd: int
+
+    def slot(self, index: int, length: int) -> Bytes:
+        at = self.info.data_offset + index * self.info.slot_bytes
+        return self.memory.u8[at : at + length]
+
+    def generation(self, index: int) -> int:
+        return int(self.memory.generations(self.info.slots)[index])
+
+
+class FdChannel:
+    """The fd socket of one session. Requests are answered in order; events are kept in `unmaps`."""
+
+    def __init__(self, data_socket: str) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self.sock.settimeout(CALL_S)
+        self.sock.connect(f"{data_socket}.fd")
+        self.unmaps: list[int] = []
+        self._seq = 0
+
+    def ask(self, **request: Any) -> tuple[fd_pb2.FdReply, list[int]]:
+        """Sends a request and waits for its answer, which is given whatever it says."""
+        self._seq += 1
+        send_frame(self.sock, fd_pb2.FdRequest(seq=self._seq, **request).SerializeToString())
+        while True:
+            reply, fds = self.receive()
+            if reply.seq == self._seq:
+                return reply, fds
+
+    def hello(self, secret: bytes) -> fd_pb2.FdReply:
+        """Says who this is, with this process's own pidfd as a client in a container would."""
+        self._seq += 1
+        request = fd_pb2.FdRequest(seq=self._seq, hello=fd_pb2.FdHello(session=secret))
+        own = os.pidfd_open(os.getpid())
+        try:
+            send_frame(self.sock, request.SerializeToString(), own)
+        finally:
+            os.close(own)
+        while True:
+            reply, _ = self.receive()
+            if reply.seq:
+                return reply
+
+    def receive(self) -> tuple[fd_pb2.FdReply, list[int]]:
+        frame, fds = recv_frame(self.sock)
+        reply = fd_pb2.FdReply.FromString(frame)
+        if reply.WhichOneof("reply") == "unmap":
+            self.unmaps.append(reply.unmap.region_id)
+        return reply, fds
+
+    def drain(self, seconds: float = 0.0) -> list[int]:
+        """The regions that the daemon wants unmapped, by what has come within `seconds`."""
+        self.sock.settimeout(max(seconds, 0.001))
+        try:
+            while True:
+                self.receive()
+        except TimeoutError:
+            return self.unmaps
+        finally:
+            self.sock.settimeout(CALL_S)
+
+    def unmapped(self, region_id: int) -> None:
+        request = fd_pb2.FdRequest(seq=1, unmapped=fd_pb2.Unmapped(region_id=region_id))
+        send_frame(self.sock, request.SerializeToString())
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class RawClient:
+    """One session. `fd=False` leaves the fd socket out: the stream is the session's life then."""
+
+    def __init__(
+        self,
+        data_socket: str,
+        *,
+        group: bytes = b"engine",
+        engine_id: str = "raw",
+        major: int = 1,
+        minor: int = 0,
+        fd: bool = True,
+    ) -> None:
+        self.data_socket = data_socket
+        self.channel = channel(data_socket)
+        self.stub = store_pb2_grpc.StoreStub(self.channel)
+        self.regions: dict[int, Mapped] = {}
+        self.staging: Mapped | None = None
+        self.fd: FdChannel | None = None
+        self._stream: Any = self.stub.Attach(
+            pb.AttachRequest(
+                protocol_major=major,
+                protocol_minor=minor,
+                client_name="rawclient",
+                engine_id=engine_id,
+                group_id=group,
+            )
+        )
+        try:
+            self.welcome: pb.Welcome = refused_as(lambda: next(self._stream)).welcome
+            self.secret = self.welcome.session
+            if fd:
+                self.fd = FdChannel(data_socket)
+                said = self.fd.hello(self.secret)
+                assert reason(said.reason) is Reason.OK, said
+                self.end_stream()
+        except BaseException:
+            self.close()
+            raise
+
+    def end_stream(self) -> None:
+        """Ends the Attach stream; the fd socket is the session's life from then on."""
+        self._stream.cancel()
+
+    def next_event(self) -> pb.AttachEvent:
+        """The next event of the Attach stream."""
+        event: pb.AttachEvent = refused_as(lambda: next(self._stream))
+        return event
+
+    # ------------------------------------------------------------------ calls
+
+    def call(self, method: str, request: Any) -> Any:
+        """Any unary call, with this session's secret unless the request has one."""
+        if not request.session:
+            request.session = self.secret
+        return refused_as(lambda: getattr(self.stub, method)(request, timeout=CALL_S))
+
+    def open(self, fingerprint: Fingerprint) -> pb.OpenReply:
+        request = pb.OpenRequest(fingerprint=convert.fingerprint_to_wire(fingerprint))
+        reply: pb.OpenReply = self.call("Open", request)
+        return reply
+
+    def lookup(self, space: int, keys: Sequence[bytes], **more: Any) -> pb.GroupHit:
+        query = pb.Query(space_id=space, keys=b"".join(keys))
+        reply: pb.LookupReply = self.call("Lookup", pb.LookupRequest(queries=[query], **more))
+        return reply.groups[0]
+
+    def acquire(
+        self, space: int, keys: Sequence[bytes], *, view: bool = False, **more: Any
+    ) -> Leased:
+        mode = pb.LEASE_MODE_VIEW if view else pb.LEASE_MODE_COPY
+        request = pb.AcquireRequest(space_id=space, keys=b"".join(keys), mode=mode, **more)
+        reply: pb.AcquireReply = self.call("Acquire", request)
+        places = [Place(*map(int, place)) for place in convert.unpack_places(reply.places)]
+        return Leased(reply.lease_id, places, reply.block_bytes, reply)
+
+    def release(self, *lease_ids: int) -> pb.ReleaseReply:
+        reply: pb.ReleaseReply = self.call("Release", pb.ReleaseRequest(lease_ids=lease_ids))
+        return reply
+
+    def reserve(
+        self, space: int, chain: Sequence[bytes], *, first: int = 0, **more: Any
+    ) -> pb.ReserveReply:
+        request = pb.ReserveRequest(
+            space_id=space, chain=b"".join(chain), first_block=first, **more
+        )
+        reply: pb.ReserveReply = self.call("Reserve", request)
+        return reply
+
+    def commit(self, lease_id: int, **more: Any) -> pb.CommitReply:
+        reply: pb.CommitReply = self.call("Commit", pb.CommitRequest(lease_id=lease_id, **more))
+        return reply
+
+    def abort(self, lease_id: int) -> pb.AbortReply:
+        reply: pb.AbortReply = self.call("Abort", pb.AbortRequest(lease_id=lease_id))
+        return reply
+
+    def explain(self, space: int, keys: Sequence[bytes]) -> pb.ExplainReply:
+        request = pb.ExplainRequest(space_id=space, keys=b"".join(keys))
+        reply: pb.ExplainReply = self.call("Explain", request)
+        return reply
+
+    def fetch(self, space: int, keys: Sequence[bytes], **more: Any) -> list[pb.FetchChunk]:
+        """The byte stream, message by message."""
+        request = pb.FetchRequest(session=self.secret, space_id=space, keys=b"".join(keys), **more)
+        return refused_as(lambda: list(self.stub.Fetch(request, timeout=CALL_S)))
+
+    def push(self, chunks: Iterable[pb.PushChunk]) -> pb.PushReply:
+        reply: pb.PushReply = refused_as(lambda: self.stub.Push(iter(chunks), timeout=CALL_S))
+        return reply
+
+    def detach(self) -> None:
+        self.call("Detach", pb.DetachRequest())
+
+    # ------------------------------------------------------------------ memory
+
+    def the_fd(self) -> FdChannel:
+        assert self.fd is not None, "a session without an fd socket has no memory"
+        return self.fd
+
+    def region(self, region_id: int) -> Mapped:
+        """The region, mapped; asked for once."""
+        mapped = self.regions.get(region_id)
+        if mapped is None:
+            request = fd_pb2.GetRegion(region_id=region_id)
+            reply, fds = self.the_fd().ask(get_region=request)
+            assert reply.WhichOneof("reply") == "region", reply
+            memory = map_region(fds[0], reply.region.total_bytes, writable=False, populate=False)
+            mapped = self.regions[region_id] = Mapped(reply.region, memory, fds[0])
+        return mapped
+
+    def staging_map(self) -> Mapped:
+        """This session's staging, mapped for writing."""
+        if self.staging is None:
+            reply, fds = self.the_fd().ask(get_staging=fd_pb2.GetStaging())
+            assert reply.WhichOneof("reply") == "staging", reply
+            total = reply.staging.total_bytes
+            memory = map_region(fds[0], total, writable=True, populate=False)
+            info = pb.RegionInfo(region_id=reply.staging.region_id, total_bytes=total)
+            self.staging = Mapped(info, memory, fds[0])
+        return self.staging
+
+    def unmap(self) -> None:
+        """Does what the daemon asked for: unmaps closed regions and says so."""
+        for region_id in self.the_fd().drain():
+            self._forget(self.regions.pop(region_id, None))
+            if self.staging is not None and self.staging.info.region_id == region_id:
+                self._forget(self.staging)
+                self.staging = None
+            self.the_fd().unmapped(region_id)
+        self.the_fd().unmaps.clear()
+
+    @staticmethod
+    def _forget(mapped: Mapped | None) -> None:
+        if mapped is not None:
+            mapped.memory.close()
+            os.close(mapped.fd)
+
+    def write(self, offset: int, data: Bytes) -> None:
+        """Into the staging region, lease or not."""
+        self.staging_map().memory.u8[offset : offset + len(data)] = data
+
+    def fill(self, reserved: pb.ReserveReply, rows: Sequence[Bytes]) -> None:
+        """Writes the wanted blocks of a reservation; `rows` has one a block of the chain."""
+        wanted = convert.unpack_u32(reserved.wanted)
+        offsets = convert.unpack_u64(reserved.offsets)
+        staging = self.staging
+        if staging is not None and staging.info.region_id != reserved.staging_region_id:
+            self.unmap()  # it was closed, and there is another one
+        for index, offset in zip(wanted, offsets, strict=True):
+            self.write(int(offset), rows[int(index)])
+
+    # ------------------------------------------------------------------ whole operations
+
+    def put(
+        self, space: int, chain: Sequence[bytes], rows: Sequence[Bytes], **more: Any
+    ) -> pb.CommitReply:
+        """Reserves, fills and commits; windows of staging one after the other."""
+        total = pb.CommitReply(reason=pb.REASON_OK)
+        first = 0
+        while True:
+            self.unmap()
+            reserved = self.reserve(space, chain, first=first, **more)
+            if not reserved.lease_id:
+                total.reason = reserved.reason
+                return total
+            self.fill(reserved, rows)
+            done = self.commit(reserved.lease_id)
+            total.visible += done.visible
+            total.waiting += done.waiting
+            total.failed += done.failed
+            total.reason = done.reason
+            first = int(convert.unpack_u32(reserved.wanted)[-1]) + 1
+            if reason(reserved.reason) is not Reason.STAGING_BUSY or first >= len(chain):
+                if done.reason == pb.REASON_OK:
+                    total.reason = reserved.reason
+                return total
+
+    def copy(self, leased: Leased) -> list[Bytes | None]:
+        """The blocks, None where absent or where the slot holds another one by now."""
+        rows: list[Bytes | None] = []
+        for place in leased.places:
+            if not place.region:
+                rows.append(None)
+                continue
+            mapped = self.region(place.region)
+            row = mapped.slot(place.slot, leased.block_bytes).copy()
+            same = mapped.generation(place.slot) == place.generation
+            rows.append(row if same else None)
+        return rows
+
+    def get(self, space: int, keys: Sequence[bytes], **more: Any) -> list[Bytes | None]:
+        """Acquires, copies, verifies, releases."""
+        self.unmap()
+        leased = self.acquire(space, keys, **more)
+        if not leased.lease_id:
+            return [None] * len(keys)
+        try:
+            return self.copy(leased)
+        finally:
+            self.release(leased.lease_id)
+
+    # ------------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """Unmaps everything, says so, and closes."""
+        mapped = [*self.regions.values(), *([self.staging] if self.staging else [])]
+        for region in mapped:
+            self._forget(region)
+            with contextlib.suppress(OSError):
+                self.the_fd().unmapped(region.info.region_id)
+        self.regions.clear()
+        self.staging = None
+        self.vanish()
+
+    def vanish(self) -> None:
+        """Closes the sockets without a word; what is mapped stays mapped."""
+        if self.fd is not None:
+            self.fd.close()
+        self._stream.cancel()
+        self.channel.close()
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RawAdmin:
+    """The admin service: `admin.call("Stats")`, `admin.call("Pin", space_id=1, keys=...)`."""
+
+    def __init__(self, admin_socket: str) -> None:
+        self.channel = channel(admin_socket)
+        self.stub = admin_pb2_grpc.AdminStub(self.channel)
+
+    def call(self, method: str, **fields: Any) -> Any:
+        service = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+        request = getattr(admin_pb2, service.methods_by_name[method].input_type.name)(**fields)
+        return refused_as(lambda: getattr(self.stub, method)(request, timeout=CALL_S))
+
+    def stats(self) -> admin_pb2.StatsReply:
+        reply: admin_pb2.StatsReply = self.call("Stats")
+        return reply
+
+    def close(self) -> None:
+        self.channel.close()
+
+    def __enter__(self) -> RawAdmin:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def bytes_method(path: str, method: str) -> Iterator[Callable[[bytes], bytes]]:
+    """A unary call of the data service that sends and receives bare bytes: what no message class
+    would encode can be sent, negative numbers and unknown fields included.
+    """
+    with channel(path) as wire:
+        call = wire.unary_unary(f"/kvstore.v1.Store/{method}", lambda data: data, lambda data: data)
+        yield lambda request: bytes(refused_as(lambda: call(request, timeout=CALL_S)))
