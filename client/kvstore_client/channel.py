@@ -18,7 +18,14 @@ from kvstore.model.reasons import BadRequest, Reason
 from kvstore.wire import status
 from kvstore_client.forks import GATE, grpc_works_here
 
-__all__ = ["AttachStream", "CallFailed", "GrpcTransport", "Transport", "socket_path"]
+__all__ = [
+    "AttachStream",
+    "CallFailed",
+    "GrpcTransport",
+    "Transport",
+    "mapped",
+    "socket_path",
+]
 
 SERVICE = "/kvstore.v1.Store/"
 RECEIVE_BYTES_MAX = 64 << 20
@@ -55,6 +62,8 @@ class CallFailed(Exception):
 
     def __init__(self, reason: Reason, detail: str = "", *, outage: bool = False) -> None:
         super().__init__(reason, detail)
+        if reason in (Reason.OK, Reason.HIT):
+            reason = Reason.INTERNAL  # a failure that says so contradicts itself
         self.reason = reason
         self.detail = detail or reason.text
         self.outage = outage
@@ -144,7 +153,7 @@ class GrpcTransport:
         return channel
 
     def unary(self, method: str, request: bytes, timeout_s: float) -> bytes:
-        with GATE.call(), _mapped():
+        with GATE.call(), mapped():
             call = self._unary.get(method)
             if call is None:
                 call = self._unary[method] = self._the_channel().unary_unary(SERVICE + method)
@@ -153,12 +162,12 @@ class GrpcTransport:
             return reply
 
     def attach(self, request: bytes, timeout_s: float | None) -> AttachStream:
-        with GATE.call(), _mapped():
+        with GATE.call(), mapped():
             call: Any = self._the_channel().unary_stream(SERVICE + "Attach")
             return _GrpcAttach(call(request, timeout=timeout_s, wait_for_ready=False))
 
     def download(self, request: bytes, timeout_s: float) -> Iterator[bytes]:
-        with GATE.call(), _mapped():
+        with GATE.call(), mapped():
             method: Any = self._the_channel().unary_stream(SERVICE + "Fetch")
             call = method(request, timeout=timeout_s, wait_for_ready=False)
             try:
@@ -167,7 +176,7 @@ class GrpcTransport:
                 call.cancel()
 
     def upload(self, chunks: Iterator[bytes], timeout_s: float) -> bytes:
-        with GATE.call(), _mapped():
+        with GATE.call(), mapped():
             call: Any = self._the_channel().stream_unary(SERVICE + "Push")
             reply: bytes = call(chunks, timeout=timeout_s, wait_for_ready=False)
             return reply
@@ -199,7 +208,7 @@ class _GrpcAttach:
         self._call = call
 
     def next_event(self) -> bytes:
-        with GATE.call(), _mapped():
+        with GATE.call(), mapped():
             try:
                 event: bytes = next(self._call)
             except StopIteration:
@@ -223,7 +232,7 @@ class _GrpcAttach:
 
 
 @contextlib.contextmanager
-def _mapped() -> Iterator[None]:
+def mapped() -> Iterator[None]:
     """Every exception of gRPC that belongs to the world becomes CallFailed."""
     try:
         yield

@@ -7,6 +7,7 @@ being written by somebody else.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ from kvstore_client.steps import (
     Operation,
     Rpc,
     Stream,
+    UserError,
 )
 from kvstore_client.streams import Fill, upload_blocks
 
@@ -189,7 +191,14 @@ def _fill_and_commit(
     try:
         window = _window_of(spec, reply, first, count)
         staging: Staging = yield MapStaging(session, reply.staging_region_id)
-        yield Local(lambda: _fill(context, staging, window, start, request.fill))
+        try:
+            yield Local(lambda: _fill(context, staging, window, start, request.fill))
+        except UserError:
+            # The caller may well push these blocks again at once: not left to the release.
+            abort = pb.AbortRequest(session=session.secret, lease_id=window.lease_id)
+            with contextlib.suppress(CallFailed):
+                yield Rpc(session, "Abort", abort, pb.AbortReply)
+            raise
         commit = pb.CommitRequest(
             session=session.secret,
             lease_id=window.lease_id,
