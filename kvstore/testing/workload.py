@@ -95,14 +95,16 @@ class Reservation:
 
 @dataclass
 class Reading:
-    """A read lease as its client knows it; places after it was settled."""
+    """A read lease as its client knows it. places: once it is settled. seen: what was read."""
 
     lease_id: int
     session: int
     space_id: int
+    layout: Layout
     keys: list[bytes]
     all_or_nothing: bool
     places: list[Place | None] | None = None
+    seen: dict[bytes, bytes] = field(default_factory=dict)
 
 
 @dataclass
@@ -181,16 +183,18 @@ class Simulation:
         actions: list[tuple[Callable[[], None], int]] = [
             (self._arrive, 6),
             (self._die, 1),
-            (self._reserve, 18),
+            (self._reserve, 26),
             (self._write, 10),
-            (self._end_reservation, 30),
+            (self._end_reservation, 20),
             (self._acquire, 26),
             (self._settle, 14),
             (self._release, 14),
-            (self._operate, 2),
+            (self._operate, 3),
             (self._pass_time, 8),
             (self._write_late, 4),
         ]
+        for _ in range(3):
+            self._arrive()
         chosen = self.random.choices(
             [action for action, _ in actions], [weight for _, weight in actions], k=steps
         )
@@ -208,7 +212,7 @@ class Simulation:
     def _progress(self) -> None:
         """The world moves on a little: copies, regions, rows, archives."""
         self.machine.run_effects()
-        for _ in range(self.random.choice([0, 0, 1, 3, 8])):
+        for _ in range(self.random.choice([0, 1, 3, 8, 20])):
             self.machine.finish_copy(self.now_ns)
         if self.random.random() < 0.4:
             self.machine.finish_region(self.now_ns)
@@ -323,6 +327,13 @@ class Simulation:
             self.reserve(engine, session, part, chain, first, write)
             if self.random.random() < 0.2:
                 break
+        if self.random.random() < 0.6:
+            # Most pushes go through at once; the others are what the simulation is about.
+            self.machine.run_effects()
+            for reservation in [r for r in self.reservations if r.write is write]:
+                self.reservations.remove(reservation)
+                self.fill(reservation)
+                self.commit(reservation)
 
     def reserve(
         self, engine: Engine, session: int, part: int, chain: list[bytes], first: int, write: Write
@@ -440,7 +451,9 @@ class Simulation:
             now_ns=self.now_ns,
         )
         if acquired.lease_id:
-            reading = Reading(acquired.lease_id, session, engine.space_id, keys, all_or_nothing)
+            reading = Reading(
+                acquired.lease_id, session, engine.space_id, engine.layout, keys, all_or_nothing
+            )
             self.readings.append(reading)
             if acquired.ready and self.random.random() < 0.8:
                 self.settle(reading)
@@ -493,7 +506,11 @@ class Simulation:
             if not live and not self._readable(place):
                 continue
             assert self.machine.generation(place) == place.generation, "a leased slot was reused"
-            self._verify_block(reading.space_id, key, place)
+            data = self.machine.read(place, reading.layout.block_bytes)
+            if key not in reading.seen:
+                self._verify_block(reading, key, data)
+                reading.seen[key] = data
+            assert data == reading.seen[key], "bytes changed under a lease"
             self.blocks_read += 1
         if not live:
             self.readings = [r for r in self.readings if r is not reading]
@@ -502,10 +519,9 @@ class Simulation:
         region = self.core.region(place.region)
         return region is not None and self.machine.generation(place) == place.generation
 
-    def _verify_block(self, space_id: int, key: bytes, place: Place) -> None:
+    def _verify_block(self, reading: Reading, key: bytes, data: bytes) -> None:
         """The bytes are those of one write, all parts of which were committed."""
-        layout = next(e.layout for e in self.engines if e.space_id == space_id)
-        data = self.machine.read(place, layout.block_bytes)
+        space_id, layout = reading.space_id, reading.layout
         every_part = (1 << len(layout.parts)) - 1
         for write_id in reversed(self.by_key.get((space_id, key), {})):
             write = self.writes[write_id]
@@ -529,6 +545,8 @@ class Simulation:
                 self._unpin,
                 self._invalidate_keys,
                 self._invalidate_keys,
+                self._invalidate_keys,
+                self._invalidate_keys,
                 self._invalidate_space,
                 self._raise_epoch,
                 self._review,
@@ -550,19 +568,18 @@ class Simulation:
         engine = self._engine()
         if engine is None:
             return
+        space_id = engine.space_id
         keys = prompt_keys(self.random.randrange(PROMPTS))[self.random.randrange(8) :]
-        saving = [
-            copy.key
-            for copy in self.machine.copies
-            if copy.why == "save" and copy.space_id == engine.space_id
-        ]
+        saving = [copy for copy in self.machine.copies if copy.why == "save"]
         if saving and self.random.random() < 0.7:
-            keys = saving[:2]
-        self.core.invalidate(space_id=engine.space_id, keys=keys, now_ns=self.now_ns)
-        self._void(engine.space_id, keys)
+            # While it is being saved: the archive must not keep it.
+            copy = self.random.choice(saving)
+            space_id, keys = copy.space_id, [copy.key]
+        self.core.invalidate(space_id=space_id, keys=keys, now_ns=self.now_ns)
+        self._void(space_id, keys)
 
     def _void(self, space_id: int, keys: list[bytes]) -> None:
-        """Readings that are out go on with the old content; nobody else may see it."""
+        """Who has his places goes on with the old content; nobody else may see it."""
         codes = [
             self.core.lookup(session, space_id, keys)
             for engine in self.engines
@@ -570,10 +587,7 @@ class Simulation:
             for session in engine.sessions
         ]
         assert not any(any(code) for code in codes), "invalidated keys are still visible"
-        for reading in [r for r in self.readings if r.space_id == space_id]:
-            session = reading.session
-            self.core.release(session, [reading.lease_id], self.now_ns)
-            self.readings.remove(reading)
+        self._release_unsettled({space_id})
         for key in keys:
             self.by_key.pop((space_id, key), None)
 
@@ -582,13 +596,16 @@ class Simulation:
         if engine is not None:
             self.core.invalidate(space_id=engine.space_id, now_ns=self.now_ns)
             assert not any(self.core.lookup(engine.sessions[0], engine.space_id, prompt_keys(0)))
-            self._drop_readings_of_closed()
+            self._release_closed()
 
-    def _drop_readings_of_closed(self) -> None:
-        for reading in list(self.readings):
-            if self.core.books.spaces.get(reading.space_id) is None:
-                self.core.release(reading.session, [reading.lease_id], self.now_ns)
-                self.readings.remove(reading)
+    def _release_unsettled(self, spaces: set[int]) -> None:
+        for reading in [r for r in self.readings if r.space_id in spaces and r.places is None]:
+            self.core.release(reading.session, [reading.lease_id], self.now_ns)
+            self.readings.remove(reading)
+
+    def _release_closed(self) -> None:
+        open_spaces = {row.space_id for row in self.core.spaces()}
+        self._release_unsettled({r.space_id for r in self.readings} - open_spaces)
 
     def _raise_epoch(self) -> None:
         model = self.random.choice(sorted(self.epochs))
@@ -598,7 +615,7 @@ class Simulation:
         for space in self.core.spaces():
             identity = space.fingerprint.identity
             assert identity.weight_epoch >= self.epochs.get(identity.model_name, 0)
-        self._drop_readings_of_closed()
+        self._release_closed()
 
     def _review(self) -> None:
         held = self.core.reviews()
@@ -612,7 +629,7 @@ class Simulation:
                 self.now_ns,
                 self.clock.wall_s(),
             )
-            self._drop_readings_of_closed()
+            self._release_closed()
 
     # ------------------------------------------------------------------ recovery
 
@@ -675,7 +692,7 @@ class Simulation:
             wait=False,
             now_ns=self.now_ns,
         )
-        reading = Reading(acquired.lease_id, session, engine.space_id, keys, False)
+        reading = Reading(acquired.lease_id, session, engine.space_id, engine.layout, keys, False)
         self.readings.append(reading)
         assert self.settle(reading) == len(keys), "what was put is there"
         self._verify(reading)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.core.arena import header_bytes, slots_within
-from kvstore.core.effects import Assign, Unassign
+from kvstore.core.effects import Assign, Copy, Unassign
 from kvstore.model.reasons import Reason
 from kvstore.model.values import PAGE_BYTES, CoreLimits, Region, TenantSpec
 from tests.unit.core.harness import BLOCK, KIB, SECOND, Bench, keys, pool_bytes
@@ -349,7 +349,7 @@ def test_effects_name_regions_before_copies_use_them() -> None:
             known.add(effect.region.id)
         elif isinstance(effect, Unassign):
             known.remove(effect.region_id)
-        elif hasattr(effect, "target"):
+        elif isinstance(effect, Copy):
             assert effect.target.region in known
 
 
