@@ -42,6 +42,7 @@ class Turn:
     load_ms: float
     first_token_ms: float
     fresh_first_token_ms: float
+    question: str
     answer: str
 
 

@@ -22,15 +22,14 @@ def console() -> Console:
 
 
 def show_turns(screen: Console, title: str, transcript: Transcript) -> None:
-    """One row a turn."""
-    table = Table(title=title, title_justify="left", expand=True)
+    """One row a turn, and what was said."""
+    table = Table(title=title, title_justify="left")
     numbers = ("turn", "prompt\ntokens", "from\nstore", "MiB\nmoved")
     times = ("ideal\nms", "fetch\nms", "load\nms")
     for name in numbers + times:
         table.add_column(name, justify="right", min_width=6, no_wrap=True)
     table.add_column("first token\nms, stored", justify="right", min_width=11)
     table.add_column("first token\nms, computed", justify="right", min_width=12)
-    table.add_column("answer", overflow="ellipsis", no_wrap=True, ratio=1)
     for turn in transcript.turns:
         moved = turn.restored_bytes > 0
         table.add_row(
@@ -43,9 +42,11 @@ def show_turns(screen: Console, title: str, transcript: Transcript) -> None:
             f"{turn.load_ms:.1f}" if moved else "-",
             f"{turn.first_token_ms:,.0f}" if moved else "-",
             f"{turn.fresh_first_token_ms:,.0f}",
-            escape(turn.answer),
         )
     screen.print(table)
+    for turn in transcript.turns:
+        screen.print(f"  {turn.number}. {escape(turn.question)} [dim]{escape(turn.answer)}[/dim]")
+    screen.print()
 
 
 def show_rejections(screen: Console, transcript: Transcript) -> None:

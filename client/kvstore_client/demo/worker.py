@@ -81,6 +81,7 @@ class Engine:
             load_ms=restored.load_ms,
             first_token_ms=restored.load_ms + made.first_token_ns / 1e6,
             fresh_first_token_ms=fresh_ms,
+            question=question_of(number),
             answer=self.made.decode(made.token_ids).strip(),
         )
 
@@ -120,7 +121,7 @@ def _start(job: Job) -> Engine:
 def _write(engine: Engine) -> Transcript:
     transcript = Transcript([], [], memory_bytes_per_second=engine.memory_bytes_per_second)
     live: DynamicCache | None = None
-    prompt = engine.made.encode(first_prompt(QUESTIONS[0]))
+    prompt = engine.made.encode(first_prompt(question_of(1)))
     for number in range(1, engine.job.turns + 1):
         fresh = engine.answer(prompt, None)
         fresh_ms = fresh.first_token_ns / 1e6
@@ -136,7 +137,7 @@ def _write(engine: Engine) -> Transcript:
         transcript.claims.append(_save(engine, number, prompt, made, restored))
         transcript.references.append(_reference(engine, prompt, live, fresh_ms))
         if number < engine.job.turns:
-            prompt = _next_prompt(engine, prompt, made, QUESTIONS[number % len(QUESTIONS)])
+            prompt = _next_prompt(engine, prompt, made, question_of(number + 1))
     assert live is not None
     transcript.block_digests.extend(_block_digests(live))
     transcript.notes.extend(engine.notes)
@@ -239,6 +240,11 @@ def _near_fresh(where: str, made: Generation, fresh: Generation) -> list[Claim]:
     text = f"{where}: equals a full prefill within rounding, and in every token"
     same = made.token_ids == fresh.token_ids
     return [Claim(text, same and difference <= ROUNDING, detail)]
+
+
+def question_of(turn: int) -> str:
+    """What is asked in a turn, counted from 1."""
+    return QUESTIONS[(turn - 1) % len(QUESTIONS)]
 
 
 def first_prompt(question: str) -> str:

@@ -1,0 +1,52 @@
+"""The demo as it is run, with the model that needs no registry; and that a false claim is an
+error."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from rich.console import Console
+
+from kvstore_client.demo.evidence import Claim, Transcript
+from kvstore_client.demo.report import show_claims
+
+pytestmark = [pytest.mark.process, pytest.mark.torch]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEMO_S = 170
+
+
+@pytest.mark.slow
+def test_every_claim_of_the_demo_is_true(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "kvstore_client.demo", "--random-model"]
+    argv += ["--turns", "2", "--new-tokens", "4", "--model-folder", str(tmp_path / "model")]
+    roots = os.pathsep.join(str(ROOT / name) for name in (".", "server", "client"))
+    done = subprocess.run(
+        argv,
+        env={**os.environ, "PYTHONPATH": roots},
+        capture_output=True,
+        text=True,
+        timeout=DEMO_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every claim is true" in done.stdout
+    assert "NO " not in done.stdout
+    for field in ("identity.weights_revision", "encoding.kv_dtype", "identity.weight_epoch"):
+        assert f"refused, naming {field}" in done.stdout
+
+
+def test_a_false_claim_is_counted_and_shown() -> None:
+    written = io.StringIO()
+    claims = [Claim("one", True), Claim("two", False, "because"), Claim("three", False)]
+    assert show_claims(Console(file=written, width=80), [Transcript([], claims)]) == 2
+    assert "NO  two (because)" in written.getvalue()
