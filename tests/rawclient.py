@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.reasons import Reason
-from kvstore.shm import MappedRegion, map_region, recv_frame, send_frame
+from kvstore.shm import MappedRegion, map_region, recv_frame
 from kvstore.wire import convert, status
 from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, fd_pb2, store_pb2_grpc
 from kvstore.wire.v1 import store_pb2 as pb
@@ -122,6 +122,17 @@ class Mapped:
         return int(self.memory.generations(self.info.slots)[index])
 
 
+def send(sock: socket.socket, frame: bytes, fd: int | None = None) -> None:
+    """One frame of the fd socket, with a descriptor on its first byte. A peer that answers and
+    hangs up at once is heard all the same.
+    """
+    data = memoryview(len(frame).to_bytes(4, "little") + frame)
+    if fd is not None:
+        data = data[socket.send_fds(sock, [data], [fd]) :]
+    if data:
+        sock.sendall(data)
+
+
 class FdChannel:
     """The fd socket of one session. Requests are answered in order; events are kept in `unmaps`."""
 
@@ -135,7 +146,7 @@ class FdChannel:
     def ask(self, **request: Any) -> tuple[fd_pb2.FdReply, list[int]]:
         """Sends a request and waits for its answer, which is given whatever it says."""
         self._seq += 1
-        send_frame(self.sock, fd_pb2.FdRequest(seq=self._seq, **request).SerializeToString())
+        send(self.sock, fd_pb2.FdRequest(seq=self._seq, **request).SerializeToString())
         while True:
             reply, fds = self.receive()
             if reply.seq == self._seq:
@@ -147,7 +158,7 @@ class FdChannel:
         request = fd_pb2.FdRequest(seq=self._seq, hello=fd_pb2.FdHello(session=secret))
         own = os.pidfd_open(os.getpid())
         try:
-            send_frame(self.sock, request.SerializeToString(), own)
+            send(self.sock, request.SerializeToString(), own)
         finally:
             os.close(own)
         while True:
@@ -175,7 +186,7 @@ class FdChannel:
 
     def unmapped(self, region_id: int) -> None:
         request = fd_pb2.FdRequest(seq=1, unmapped=fd_pb2.Unmapped(region_id=region_id))
-        send_frame(self.sock, request.SerializeToString())
+        send(self.sock, request.SerializeToString())
 
     def close(self) -> None:
         self.sock.close()
@@ -308,8 +319,13 @@ class RawClient:
             request = fd_pb2.GetRegion(region_id=region_id)
             reply, fds = self.the_fd().ask(get_region=request)
             assert reply.WhichOneof("reply") == "region", reply
-            memory = map_region(fds[0], reply.region.total_bytes, writable=False, populate=False)
-            mapped = self.regions[region_id] = Mapped(reply.region, memory, fds[0])
+            mapped = self.adopt(reply.region, fds[0])
+        return mapped
+
+    def adopt(self, info: pb.RegionInfo, fd: int) -> Mapped:
+        """Maps a region whose descriptor has come."""
+        memory = map_region(fd, info.total_bytes, writable=False, populate=False)
+        mapped = self.regions[info.region_id] = Mapped(info, memory, fd)
         return mapped
 
     def staging_map(self) -> Mapped:

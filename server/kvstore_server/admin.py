@@ -132,7 +132,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         if request.HasField("fingerprint"):
             fingerprint = convert.fingerprint_from_wire(request.fingerprint)
             return explain_offer(self._store, request.tenant, b"", fingerprint, keys)
-        return explain_keys(self._store, self._tenant_of(request.space_id), request.space_id, keys)
+        # A tenant that is named sees what it would see: another's space looks like none.
+        tenant = request.tenant or self._tenant_of(request.space_id)
+        return explain_keys(self._store, tenant, request.space_id, keys)
 
     def _tenant_of(self, space_id: int) -> str:
         for row in self._core.spaces():

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.model.fingerprint import Encoding, Fingerprint, Geometry, Identity, Placement
+from kvstore.model.keys import BlockKey
 from kvstore.model.layout import layout_of
 from kvstore.testing.payload import Finding, check, payload, tag_of
 from kvstore.wire.v1 import admin_pb2
@@ -73,7 +74,9 @@ class Prompt:
     ) -> None:
         self.fingerprint = fingerprint
         self.tenant = tenant
-        self.keys = [np.random.default_rng([seed, index]).bytes(32) for index in range(blocks)]
+        self.keys: list[BlockKey] = [
+            BlockKey(np.random.default_rng([seed, index]).bytes(32)) for index in range(blocks)
+        ]
         self.block_bytes = layout_of(fingerprint).block_bytes
 
     def tag(self, index: int, version: int = 0) -> bytes:
