@@ -83,6 +83,7 @@ class Arena:
         self.pools: dict[tuple[str, int], Pool] = {}
         self.regions: dict[int, RegionBook] = {}
         self.closing: dict[int, int] = {}
+        self.unassigned: set[int] = set()
         self.staging: dict[int, int] = {}
         self.claims: dict[Claimant, Claim] = {}
         self.used_bytes = 0
@@ -175,10 +176,10 @@ class Arena:
 
     def gone(self, region_id: int) -> bool:
         """Nobody can reach a closed region any more. False if it was not closing here."""
-        total_bytes = self.closing.pop(region_id, None)
-        if total_bytes is None:
+        if region_id not in self.unassigned:
             return False
-        self.used_bytes -= total_bytes
+        self.unassigned.remove(region_id)
+        self.used_bytes -= self.closing.pop(region_id)
         return True
 
     # ------------------------------------------------------------------ who gives a region up

@@ -46,6 +46,7 @@ def _check_bytes(books: Books, arena: Arena) -> None:
     assert len(of_pools) == len(arena.regions), "every region belongs to one pool"
     for region in arena.regions.values():
         _check_region(region)
+    assert arena.unassigned <= set(arena.closing), "what was closed is closing"
     ids = [*arena.regions, *arena.staging, *arena.closing]
     assert len(ids) == len(set(ids)), "a region is open, staging or closing, never two of them"
 

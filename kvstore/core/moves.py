@@ -89,6 +89,7 @@ class Moves:
 
     def _close_if_left(self, region: RegionBook) -> None:
         if region.closing and not region.leaving:
+            self._arena(region.pool).unassigned.add(region.info.id)
             self.books.effects.append(Unassign(region.info.id))
 
     # ------------------------------------------------------------------ down

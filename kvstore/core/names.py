@@ -40,7 +40,9 @@ class Names:
         space, fill = slot.space, slot.fill
         assert space is not None, "a free slot has no name"
         del space.index[slot.key]
-        self.books.ghosts.add(space.id, slot.key, why, now_ns)
+        if why.is_miss or self.books.ghosts.get(space.id, slot.key) is None:
+            # A write that failed does not explain the absence better than what came before it.
+            self.books.ghosts.add(space.id, slot.key, why, now_ns)
         if slot.state is READY:
             space.blocks -= 1
             slot.pool.policy.departed(slot, why, now_ns)

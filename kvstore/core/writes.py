@@ -58,6 +58,8 @@ class Writes:
         part = space.layout.parts[part_index]
         if self.books.draining:
             return _refused(Reason.DRAINING, part)
+        if part.length > self.books.limits.part_bytes_max:
+            return _refused(Reason.PART_TOO_LARGE, part)
         if len(session.leases) >= self.books.limits.leases_per_session_max:
             return _refused(Reason.LIMIT_LEASES, part)
         found = self._touch_chain(space, chain, now_ns)
@@ -217,6 +219,7 @@ class Writes:
             self.books.ingest.retire_staging(staging.region_id)
             del self.books.staging_sessions[staging.region_id]
             self.books.staging_closing.add(staging.region_id)
+            self.books.ingest.unassigned.add(staging.region_id)
             self.books.effects.append(UnassignStaging(staging.region_id))
 
     def _give_back(self, lease: WriteLease, now_ns: int) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from kvstore.core.core import Core
-from kvstore.testing.workload import Simulation
+from kvstore.testing.simulation import Simulation
 from tests.simulation.planted import PLANTED
 
 FAST_SEEDS = range(100)

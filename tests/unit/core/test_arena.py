@@ -356,3 +356,31 @@ def test_effects_name_regions_before_copies_use_them() -> None:
 def test_pool_bytes_of_the_bench_are_exact() -> None:
     assert pool_bytes(8) == 10 * BLOCK
     assert pool_bytes(6) == 8 * BLOCK
+
+
+def test_only_what_was_closed_can_be_gone() -> None:
+    bench, (_, _, two, second) = shared()
+    core = bench.core
+    before = core.stats().pools[0].used_bytes
+    for region_id in (core.regions("a")[0].id, core.staging_of(two) or 0, 999):
+        core.region_gone(region_id, bench.now_ns)
+    assert core.stats().pools[0].used_bytes == before
+    assert bench.put(two, second, keys(4, "goes on")) == 4
+
+
+def test_a_pool_that_grows_gives_out_what_is_claimed_first() -> None:
+    bench, (one, first, two, second) = shared()
+    bench.hold_regions = True
+    bench.put(two, second, keys(5, "asks"))
+    assert len(bench.closing) == 1
+    capacity = bench.core.tiers[bench.host].capacity_bytes
+    bench.core.grow(bench.host, capacity + pool_bytes(8), bench.now_ns)
+    bench.run()
+    assert regions(bench)[-1].tenant == "b"
+    bench.let_go()
+    bench.put(one, first, keys(16, "more"))
+    pool = bench.core.stats().pools[0]
+    assert pool.capacity_bytes == capacity + pool_bytes(8)
+    assert pool.used_bytes == pool.capacity_bytes
+    bench.core.grow(bench.host, 1, bench.now_ns)
+    assert bench.core.stats().pools[0].capacity_bytes == pool.capacity_bytes, "it never shrinks"

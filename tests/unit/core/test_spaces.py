@@ -473,3 +473,19 @@ def test_a_closed_space_is_forgotten_by_every_archive() -> None:
     dropped = bench.core.invalidate(space_id=space, now_ns=bench.now_ns)
     assert dropped.ticket
     assert Forget(bench.disk, space, b"") in bench.run()
+
+
+def test_a_write_that_fails_does_not_hide_why_the_block_was_lost() -> None:
+    bench = Bench(slots=4)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(1))
+    bench.put(session, space, keys(4, "others"))
+    reserved = bench.reserve(session, space, keys(1))
+    bench.core.release(session, [reserved.lease_id], bench.now_ns)
+    assert bench.core.why_absent(session, space, keys(1)[0]).reason is Reason.MISS_EVICTED
+    expired = bench.reserve(session, space, keys(1, "slow"), ttl_ns=SECOND)
+    assert expired.lease_id
+    bench.pass_time(2 * SECOND)
+    explained = bench.core.explain("a", space, keys(1, "slow")[0], bench.now_ns)
+    assert explained.reason is Reason.LEASE_EXPIRED

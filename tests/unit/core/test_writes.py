@@ -273,6 +273,9 @@ def test_bounds_are_answers(bench: Bench) -> None:
     assert bench.reserve(session + 99, space, keys(1)).reason is Reason.SESSION_UNKNOWN
     too_many = [keys(1)[0]] * (core.limits.keys_per_call_max + 1)
     assert bench.reserve(session, space, too_many).reason is Reason.TOO_MANY_KEYS
+    tiny = Bench(limits=CoreLimits(part_bytes_max=BLOCK - 1))
+    session = tiny.session()
+    assert tiny.reserve(session, tiny.space(session), keys(1)).reason is Reason.PART_TOO_LARGE
     small = Bench(limits=CoreLimits(leases_per_session_max=1, staging_bytes=64 * KIB))
     session = small.session()
     space = small.space(session)
