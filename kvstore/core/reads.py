@@ -15,7 +15,9 @@ from kvstore.model.reasons import Reason
 from kvstore.model.values import Absence, Acquired, LeaseMode, Place, Settled
 
 READY = SlotState.READY
-FILLING = SlotState.FILLING
+
+PROMOTIONS_PER_CALL_MAX = 64
+"""Each costs two copies' bookkeeping; a long prompt rises over several calls, its head first."""
 
 
 class Reads:
@@ -154,7 +156,7 @@ class Reads:
             for slot in lease.slots
             if slot is not None and slot.pool.tier > fastest.tier and slot.pool.policy.promote(slot)
         ]
-        self.moves.promote(worth, fastest, now_ns)
+        self.moves.promote(worth[:PROMOTIONS_PER_CALL_MAX], fastest, now_ns)
 
     def _landing(self, reach: frozenset[int] | None) -> Arena | None:
         """Where a load goes: the ingest pool, or the slowest pool that the reader reaches."""
