@@ -331,3 +331,29 @@ def test_a_name_that_is_to_be_forgotten_is_not_loaded_by_a_stale_fact() -> None:
     stale = {keys(1)[0]: bench.disk}
     acquired = bench.acquire(session, space, keys(1), below=stale, wait=True)
     assert (acquired.lease_id, acquired.reason) == (0, Reason.MISS_INVALIDATED)
+
+
+def test_a_session_that_ended_is_told_so(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(1))
+    bench.core.end_session(session, bench.now_ns)
+    core = bench.core
+    assert core.lookup(session, space, keys(2)) == bytes(2)
+    assert core.why_absent(session, space, keys(1)[0]).reason is Reason.SESSION_UNKNOWN
+    assert core.space_of(session, space) is Reason.SESSION_UNKNOWN
+    assert core.commit(session, 1, False, 0).reason is Reason.SESSION_UNKNOWN
+    assert core.release(session, [1, 2], 0) == (0, 2)
+    assert core.staging_of(session) is None
+
+
+def test_leased_bytes_are_told_to_the_group_that_holds_them(bench: Bench) -> None:
+    session, peer = bench.session(), bench.session()
+    stranger = bench.session(group=b"stranger")
+    space = bench.space(session)
+    bench.put(session, space, keys(3))
+    lease = bench.acquire(session, space, keys(3)).lease_id
+    told = [bench.core.leased_bytes(peer, lease, blocks) for blocks in (0, 2, 99)]
+    assert told == [0, 2 * BLOCK, 3 * BLOCK]
+    assert bench.core.leased_bytes(stranger, lease, 2) == 0
+    assert bench.core.leased_bytes(session, 999, 2) == 0

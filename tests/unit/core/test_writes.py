@@ -290,3 +290,12 @@ def test_a_key_twice_in_a_chain_is_stored_once(bench: Bench) -> None:
     reserved = bench.reserve(session, space, [one, one])
     assert reserved.wanted == [0]
     assert bench.commit(session, reserved.lease_id).visible == 1
+
+
+def test_settling_what_was_not_committed_is_an_answer(bench: Bench) -> None:
+    session = bench.session()
+    space = bench.space(session)
+    reserved = bench.reserve(session, space, keys(2))
+    result = bench.core.settle_commit(reserved.lease_id, bench.now_ns)
+    assert result == (0, 0, 2, Reason.LEASE_EXPIRED)
+    assert bench.commit(session, reserved.lease_id).visible == 2
