@@ -37,7 +37,6 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 250),
 )
 # Of a status without an ErrorDetail. These are the word of our own gRPC or of the daemon on a
@@ -130,8 +129,10 @@ def socket_path(target: str) -> str:
 class GrpcTransport:
     """A gRPC channel to a unix socket, and the fd socket beside it."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, connect_timeout_ms: int = 1_000) -> None:
         self._path = socket_path(target)
+        # By its name a pause; it also bounds one attempt to connect.
+        self._options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", connect_timeout_ms))
         if not grpc_works_here():
             raise CallFailed(
                 Reason.UNAVAILABLE,
@@ -148,7 +149,7 @@ class GrpcTransport:
             raise CallFailed(Reason.UNAVAILABLE, "the connection is closed", outage=True)
         channel = self._channel
         if channel is None:
-            channel = grpc.insecure_channel(f"unix:{self._path}", options=_OPTIONS)
+            channel = grpc.insecure_channel(f"unix:{self._path}", options=self._options)
             self._channel = channel
         return channel
 

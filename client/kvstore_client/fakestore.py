@@ -174,6 +174,7 @@ class FakeStore:
 
         with self._lock:
             self.requests[method] += 1
+            self._lock.notify_all()
             try:
                 if method == "Attach":
                     return self._attach(request)

@@ -17,7 +17,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 __all__ = ["GATE", "ForkGate", "Forking", "grpc_works_here", "watch_forks"]
@@ -94,11 +94,13 @@ def watch_forks(one: Forking) -> None:
     _watched.add(one)
 
 
-def grpc_works_here() -> bool:
-    """False in a child of a process that used gRPC, where its fork handlers are switched off."""
-    if os.getpid() == _first_pid:
+def grpc_works_here(
+    pid: int | None = None, environ: Mapping[str, str] = os.environ, first_pid: int = _first_pid
+) -> bool:
+    """False in a child of a process that had this module, where gRPC's fork handlers are off."""
+    if (os.getpid() if pid is None else pid) == first_pid:
         return True
-    return os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() not in _FALSE
+    return environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() not in _FALSE
 
 
 def _before() -> None:

@@ -69,7 +69,9 @@ class Root:
         path = socket_path(target)
         self.config = config
         self.clock = clock
-        self._open_transport = open_transport or (lambda: GrpcTransport(path))
+        self._open_transport = open_transport or (
+            lambda: GrpcTransport(path, config.connect_timeout_ms)
+        )
         self._attach = _attach_request(engine_id, group)
         self._closed = False
         self._pid = os.getpid()

@@ -1,0 +1,163 @@
+"""What only asyncio has: cancellation, a loop that goes on, more operations than threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.model.reasons import Reason, Unavailable
+from kvstore_client import AsyncClient, ClientConfig
+from kvstore_client.testing import FakeStore, FakeTransport
+from tests.client_kit import model, rows, tokens
+
+MODEL = model()
+BLOCK_BYTES = 4096
+WAIT_S = 10.0
+
+
+@pytest.fixture
+def store() -> Iterator[FakeStore]:
+    fake = FakeStore(capacity_blocks=64)
+    yield fake
+    fake.close()
+
+
+class Gate:
+    """Holds calls of one method back until it is opened."""
+
+    def __init__(self, store: FakeStore, method: str) -> None:
+        self._store = store
+        self._method = method
+        self.reached = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self, method: str, request: Any) -> Any:
+        if method == self._method:
+            self.reached.set()
+            assert self.open.wait(WAIT_S)
+        return self._store.answer(method, request)
+
+    def transport(self) -> Callable[[], Any]:
+        return FakeTransport.factory(self, self._store.dial)
+
+
+async def reached(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, WAIT_S)
+
+
+async def test_a_cancelled_call_ends_its_lease_and_copies_nothing(store: FakeStore) -> None:
+    gate = Gate(store, "Acquire")
+    async with AsyncClient("/fake", transport=gate.transport()) as client:
+        space = client.space(MODEL)
+        await space.push(tokens(4), rows(4, BLOCK_BYTES))
+        out = np.zeros((4, BLOCK_BYTES), np.uint8)
+        fetching = asyncio.create_task(space.fetch(space.keys(tokens(4)), out))
+        await reached(gate.reached)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching  # at once: nothing of the caller's is in use
+        assert not gate.open.is_set()
+        gate.open.set()
+        assert await asyncio.to_thread(store.wait, lambda s: s.requests["Release"] > 0)
+        assert not store.leases
+        assert not out.any()
+
+
+async def test_a_cancelled_call_waits_for_what_touches_the_callers_memory(
+    store: FakeStore,
+) -> None:
+    async with AsyncClient("/fake", transport=store.transport) as client:
+        space = client.space(MODEL)
+        filling, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+        def fill(index: int, target: Any) -> None:
+            filling.set()
+            assert go_on.wait(WAIT_S)
+            ended.set()
+
+        pushing = asyncio.create_task(space.push(tokens(1), fill))
+        await reached(filling)
+        pushing.cancel()
+        await asyncio.sleep(0)
+        assert not pushing.done()
+        pushing.cancel()  # twice does not hurry it
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await pushing
+        assert ended.is_set()
+        assert await asyncio.to_thread(store.wait, lambda s: not s._reservations)
+        assert (await space.lookup(tokens(1))).blocks == 0
+
+
+async def test_the_loop_goes_on_while_calls_wait(store: FakeStore) -> None:
+    gate = Gate(store, "Lookup")
+    async with AsyncClient("/fake", transport=gate.transport()) as client:
+        space = client.space(MODEL)
+        prompt = tokens(50_000)  # 50 ms of hashing
+        looking = asyncio.create_task(space.lookup(prompt))
+        longest, last = 0.0, time.perf_counter()
+        while not gate.reached.is_set():
+            await asyncio.sleep(0)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+        assert not looking.done()
+        gate.open.set()
+        assert (await looking).reason is Reason.MISS_NEVER_STORED
+        assert longest < 0.5
+
+
+async def test_calls_beyond_the_threads_wait_and_give_up_at_their_deadline(
+    store: FakeStore,
+) -> None:
+    gate = Gate(store, "Lookup")
+    config = ClientConfig(async_threads=1)
+    async with AsyncClient("/fake", transport=gate.transport(), config=config) as client:
+        space = client.space(MODEL)
+        first = asyncio.create_task(space.lookup(tokens(1)))
+        await reached(gate.reached)
+        late = await space.fetch(space.keys(tokens(1)), deadline_ms=20)
+        assert (late.blocks, late.reason) == (0, Reason.DEADLINE_EXCEEDED)
+        assert (await space.push(tokens(1), rows(1, BLOCK_BYTES), deadline_ms=20)).stored == 0
+        with pytest.raises(Unavailable):
+            await space.explain(space.keys(tokens(1)), deadline_ms=20)
+        gate.open.set()
+        assert (await first).reason is Reason.MISS_NEVER_STORED
+        assert store.requests["Acquire"] == store.requests["Reserve"] == 0
+
+
+async def test_a_view_that_was_cancelled_is_released(store: FakeStore) -> None:
+    gate = Gate(store, "Acquire")
+    async with AsyncClient("/fake", transport=gate.transport()) as client:
+        space = client.space(MODEL)
+        await space.push(tokens(2), rows(2, BLOCK_BYTES))
+
+        async def look() -> None:
+            async with space.view(space.keys(tokens(2))):
+                raise AssertionError("it was cancelled")
+
+        looking = asyncio.create_task(look())
+        await reached(gate.reached)
+        looking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+        gate.open.set()
+        assert await asyncio.to_thread(store.wait, lambda s: s.requests["Release"] > 0)
+        assert not store.leases
+
+
+def test_one_client_in_several_loops(store: FakeStore) -> None:
+    client = AsyncClient("/fake", transport=store.transport)
+    space = client.space(MODEL)
+
+    async def stored() -> int:
+        await space.push(tokens(2), rows(2, BLOCK_BYTES))
+        return (await space.lookup(tokens(2))).blocks
+
+    assert [asyncio.run(stored()) for _ in range(3)] == [2, 2, 2]
+    asyncio.run(client.close())

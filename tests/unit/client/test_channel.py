@@ -1,0 +1,81 @@
+"""The transport: targets, and every error of gRPC as one kind of failure."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from kvstore.model.reasons import BadRequest, KVStoreError, Reason
+from kvstore_client.channel import CallFailed, GrpcTransport, mapped, socket_path
+from kvstore_client.testing import FakeRpcError, refusal
+
+
+def failure(error: BaseException) -> CallFailed:
+    with pytest.raises(CallFailed) as caught, mapped():
+        raise error
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "target", ["/run/k/data.sock", "unix:/run/k/data.sock", "unix:///run/k/data.sock"]
+)
+def test_a_target_is_a_path(target: str) -> None:
+    assert socket_path(target) == "/run/k/data.sock"
+
+
+@pytest.mark.parametrize("target", ["", "unix:", "http://host:1", "dns:///h:1", "a\0b"])
+def test_anything_else_is_no_target(target: str) -> None:
+    with pytest.raises(BadRequest, match="target"):
+        socket_path(target)
+
+
+def test_a_bare_status_is_an_outage_unless_it_is_an_answer() -> None:
+    outages = {code for code in grpc.StatusCode if failure(FakeRpcError(code)).outage}
+    assert outages == {
+        grpc.StatusCode.OK,  # as an error: nobody says that
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+
+
+def test_a_reason_of_the_daemon_is_kept_and_no_outage() -> None:
+    for reason in (Reason.SESSION_UNKNOWN, Reason.DRAINING, Reason.NO_SPACE, Reason.INTERNAL):
+        got = failure(refusal(reason, "why"))
+        assert (got.reason, got.detail, got.outage) == (reason, "why", False)
+
+
+def test_a_failure_that_says_ok_is_none() -> None:
+    error = FakeRpcError(grpc.StatusCode.INTERNAL, KVStoreError(Reason.OK, "all is well"))
+    assert failure(error).reason is Reason.INTERNAL
+
+
+def test_a_closed_channel_is_an_outage() -> None:
+    got = failure(ValueError("Cannot invoke RPC on closed channel!"))
+    assert (got.reason, got.outage) == (Reason.UNAVAILABLE, True)
+
+
+def test_nobody_there_is_told_at_once(tmp_path: object) -> None:
+    transport = GrpcTransport(f"{tmp_path}/absent.sock")
+    with pytest.raises(CallFailed) as caught:
+        transport.unary("Lookup", b"", 5.0)
+    assert (caught.value.reason, caught.value.outage) == (Reason.UNAVAILABLE, True)
+    with pytest.raises(CallFailed):
+        transport.attach(b"", 5.0).next_event()
+    with pytest.raises(CallFailed):
+        list(transport.download(b"", 5.0))
+    with pytest.raises(CallFailed):
+        transport.upload(iter([b""]), 5.0)
+    with pytest.raises(OSError, match="No such file"):
+        transport.dial_memory(5.0)
+    transport.break_off()  # it stays usable
+    with pytest.raises(CallFailed, match="UNAVAILABLE"):
+        transport.unary("Lookup", b"", 5.0)
+    transport.close()
+    transport.close()
+    with pytest.raises(CallFailed, match="closed"):
+        transport.unary("Lookup", b"", 5.0)
