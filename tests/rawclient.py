@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -36,7 +37,8 @@ Reply = TypeVar("Reply")
 
 CALL_S = 20.0
 """Longest that a call of a test may take: a daemon that does not answer fails the test."""
-SECRET_BYTES = 16
+PATIENCE_S = 3.0
+"""How long a put asks again while there is no room."""
 
 
 class Refused(Exception):
@@ -372,27 +374,39 @@ class RawClient:
     # ------------------------------------------------------------------ whole operations
 
     def put(
-        self, space: int, chain: Sequence[bytes], rows: Sequence[Bytes], **more: Any
+        self,
+        space: int,
+        chain: Sequence[bytes],
+        rows: Sequence[Bytes],
+        *,
+        patience_s: float = PATIENCE_S,
+        **more: Any,
     ) -> pb.CommitReply:
-        """Reserves, fills and commits; windows of staging one after the other."""
+        """Reserves, fills and commits; windows of staging one after the other. Where there is no
+        room yet it asks again, for a while: a region that changes hands has to be let go first.
+        """
         total = pb.CommitReply(reason=pb.REASON_OK)
         first = 0
+        patience = time.monotonic() + patience_s
         while True:
             self.unmap()
             reserved = self.reserve(space, chain, first=first, **more)
+            busy = reserved.reason == pb.REASON_STAGING_BUSY
             if not reserved.lease_id:
                 total.reason = reserved.reason
-                return total
+                full = reserved.reason == pb.REASON_NO_SPACE and first == 0
+                if not (busy or full) or time.monotonic() > patience:
+                    return total
+                self.the_fd().drain(0.002)
+                continue
             self.fill(reserved, rows)
             done = self.commit(reserved.lease_id)
             total.visible += done.visible
             total.waiting += done.waiting
             total.failed += done.failed
-            total.reason = done.reason
+            total.reason = reserved.reason if done.reason == pb.REASON_OK else done.reason
             first = int(convert.unpack_u32(reserved.wanted)[-1]) + 1
-            if reason(reserved.reason) is not Reason.STAGING_BUSY or first >= len(chain):
-                if done.reason == pb.REASON_OK:
-                    total.reason = reserved.reason
+            if not busy or first >= len(chain):
                 return total
 
     def copy(self, leased: Leased) -> list[Bytes | None]:
@@ -473,10 +487,20 @@ class RawAdmin:
 
 
 @contextlib.contextmanager
-def bytes_method(path: str, method: str) -> Iterator[Callable[[bytes], bytes]]:
-    """A unary call of the data service that sends and receives bare bytes: what no message class
-    would encode can be sent, negative numbers and unknown fields included.
+def bytes_method(
+    path: str, method: str, *, streams: bool = False
+) -> Iterator[Callable[[bytes], bytes]]:
+    """A call of the data service that sends and receives bare bytes: what no message class would
+    encode can be sent, negative numbers and unknown fields included. Of a stream, the first answer.
     """
     with channel(path) as wire:
-        call = wire.unary_unary(f"/kvstore.v1.Store/{method}", lambda data: data, lambda data: data)
-        yield lambda request: bytes(refused_as(lambda: call(request, timeout=CALL_S)))
+        name = f"/kvstore.v1.Store/{method}"
+        unary: Any = wire.unary_unary(name)
+        stream: Any = wire.unary_stream(name)
+
+        def call(request: bytes) -> bytes:
+            if streams:
+                return bytes(refused_as(lambda: next(stream(request, timeout=CALL_S))))
+            return bytes(refused_as(lambda: unary(request, timeout=CALL_S)))
+
+        yield call

@@ -15,6 +15,7 @@ from kvstore.config import Limits
 from kvstore.store import Store
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore.wire.v1 import store_pb2_grpc
+from kvstore_server import malformed
 from kvstore_server.boundary import Boundary, Call, Context
 from kvstore_server.reading import ReadCalls
 from kvstore_server.sessions import SessionCalls
@@ -114,6 +115,14 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         body = partial(self._sessions.explain, request)
         return await self._run("explain", context, request.session, body)
 
+    async def refuse_malformed(self, op: str, context: Context) -> None:
+        """Ends a call whose message is no protobuf, as every refusal ends: with a record."""
+
+        async def body(call: Call) -> None:
+            raise malformed.error()
+
+        await self._boundary.run(op, context, body, tenant=self._tenant)
+
 
 def register(servicer: StoreServicer, server: grpc.aio.Server) -> None:
     """Adds the service to a server, with a pass-through encoder for Fetch: its messages are encoded
@@ -122,24 +131,35 @@ def register(servicer: StoreServicer, server: grpc.aio.Server) -> None:
     fetch = grpc.unary_stream_rpc_method_handler(
         servicer.Fetch, request_deserializer=pb.FetchRequest.FromString, response_serializer=bytes
     )
-    patched = _WithHandler(server, "Fetch", fetch)
+    patched = _WithHandler(server, "Fetch", fetch, servicer.refuse_malformed)
     store_pb2_grpc.add_StoreServicer_to_server(servicer, cast(grpc.aio.Server, patched))
 
 
 class _WithHandler:
-    """Stands before a server while generated code adds its handlers, and exchanges one of them."""
+    """Stands before a server while generated code adds its handlers: exchanges one of them, and
+    has messages that cannot be parsed refused by `refuse(op, context)`.
+    """
 
     def __init__(
-        self, server: grpc.aio.Server, method: str, handler: grpc.RpcMethodHandler[Any, Any]
+        self,
+        server: grpc.aio.Server,
+        method: str,
+        handler: malformed.Handler,
+        refuse: Callable[[str, Context], Awaitable[Any]],
     ) -> None:
         self._server = server
         self._changed = {method: handler}
+        self._refuse = refuse
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
         """Left out: the same handlers come by `add_registered_method_handlers`."""
 
     def add_registered_method_handlers(
-        self, service: str, handlers: dict[str, grpc.RpcMethodHandler[Any, Any]]
+        self, service: str, handlers: dict[str, malformed.Handler]
     ) -> None:
-        generic = grpc.method_handlers_generic_handler(service, {**handlers, **self._changed})
+        tolerant = {
+            name: malformed.tolerant(handler, partial(self._refuse, name.lower()))
+            for name, handler in {**handlers, **self._changed}.items()
+        }
+        generic = grpc.method_handlers_generic_handler(service, tolerant)
         self._server.add_generic_rpc_handlers((generic,))

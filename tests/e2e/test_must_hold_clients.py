@@ -332,7 +332,7 @@ def test_closed_memory_of_a_living_client_is_not_reused(daemons: Daemons) -> Non
             other = Prompt(model(1 << 16), seed=10, blocks=160, tenant="b")
             there = b.open(model(1 << 16)).space_id
             for _ in range(20):
-                b.put(there, other.keys, other.rows())
+                b.put(there, other.keys, other.rows(), patience_s=0)
             closing = admin.stats().tiers[0].closing_regions
             assert closing > 0
             # Still mapped, still the old bytes: memory that a process can see is given to nobody.

@@ -1,0 +1,89 @@
+"""Messages that are no protobuf: refused as any other wrong input, with a reason and a record.
+
+gRPC itself would answer UNKNOWN without a detail, and log a traceback for each. `tolerant` changes
+a handler so that its servicer is asked to refuse instead. Used when handlers are registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvstore.model.reasons import BadRequest, Reason
+from kvstore_server.boundary import Context
+
+Handler = Any
+"""grpc.RpcMethodHandler, which cannot be subscripted where it is defined."""
+Refuse = Callable[[Context], Awaitable[Any]]
+"""Ends the call with `error()`; it raises."""
+
+_MALFORMED: Final = object()
+
+
+def error() -> BadRequest:
+    """What such a message is answered with."""
+    return BadRequest(Reason.BAD_REQUEST, "the message cannot be parsed")
+
+
+def tolerant(handler: Handler, refuse: Refuse) -> Handler:
+    """The handler, calling `refuse` in place of the method for what its decoder cannot parse."""
+    decode: Any = handler.request_deserializer
+
+    def decoded(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError:
+            return _MALFORMED
+
+    encode: Any = handler.response_serializer
+    if handler.stream_unary is not None:
+        method = _stream_unary(handler.stream_unary, refuse)
+        return grpc.stream_unary_rpc_method_handler(method, decoded, encode)
+    if handler.unary_stream is not None:
+        method = _unary_stream(handler.unary_stream, refuse)
+        return grpc.unary_stream_rpc_method_handler(method, decoded, encode)
+    assert handler.unary_unary is not None, "no service of ours streams both ways"
+    method = _unary_unary(handler.unary_unary, refuse)
+    return grpc.unary_unary_rpc_method_handler(method, decoded, encode)
+
+
+def _unary_unary(method: Any, refuse: Refuse) -> Any:
+    async def checked(request: Any, context: Context) -> Any:
+        if request is _MALFORMED:
+            return await refuse(context)
+        return await method(request, context)
+
+    return checked
+
+
+def _unary_stream(method: Any, refuse: Refuse) -> Any:
+    async def checked(request: Any, context: Context) -> AsyncIterator[Any]:
+        if request is _MALFORMED:
+            await refuse(context)
+        async for reply in method(request, context):
+            yield reply
+
+    return checked
+
+
+def _stream_unary(method: Any, refuse: Refuse) -> Any:
+    async def checked(requests: AsyncIterator[Any], context: Context) -> Any:
+        first = await anext(aiter(requests), None)
+        if first is _MALFORMED:
+            return await refuse(context)
+        return await method(_parsed(first, requests), context)
+
+    return checked
+
+
+async def _parsed(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The messages of a stream; raises `error()` into the body that reads them."""
+    if first is not None:
+        yield first
+    async for request in rest:
+        if request is _MALFORMED:
+            raise error()
+        yield request
