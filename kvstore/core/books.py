@@ -71,7 +71,9 @@ class Books:
         self.saving: dict[tuple[int, bytes], Flight] = {}
         self.forgetting: set[tuple[int, bytes]] = set()
         self.moving = 0
+        self.moving_bytes = 0
         self.loading = 0
+        self.loading_bytes = 0
         self.staging_sessions: dict[int, Session] = {}
         self.staging_closing: set[int] = set()
         self.pins: dict[int, ReadLease] = {}
@@ -82,6 +84,24 @@ class Books:
         self.command = 0
         self.draining = False
         self._ids: Counter[str] = Counter()
+
+    @property
+    def moves_full(self) -> bool:
+        """Whether as many saves, demotions and promotions are out as may be."""
+        limits = self.limits
+        return (
+            self.moving >= limits.copies_in_flight_max
+            and self.moving_bytes >= limits.copies_in_flight_bytes
+        )
+
+    @property
+    def loads_full(self) -> bool:
+        """Whether as many loads are out as may be."""
+        limits = self.limits
+        return (
+            self.loading >= limits.copies_in_flight_max
+            and self.loading_bytes >= limits.copies_in_flight_bytes
+        )
 
     def next_id(self, kind: str) -> int:
         """1, 2, 3 ... for each kind; never reused."""

@@ -265,6 +265,10 @@ def _check_flights(books: Books) -> None:
     whys = Counter(flight.copy.why for flight in books.flights.values())
     assert books.loading == whys["load"]
     assert books.moving == whys["save"] + whys["demote"] + whys["promote"]
+    loading = [flight.copy.length for flight in books.flights.values() if flight.copy.why == "load"]
+    moved = sum(f.copy.length for f in books.flights.values() if f.copy.why != "commit")
+    assert books.loading_bytes == sum(loading)
+    assert books.moving_bytes == moved - sum(loading), "bytes in flight are counted"
     saving = {flight.copy.copy_id for flight in books.saving.values()}
     assert saving == {i for i, f in books.flights.items() if f.copy.why == "save"}
     assert books.forgetting <= set(books.saving), "a forget waits only for a save"

@@ -193,7 +193,8 @@ class Core:
 
         until_ns: its deadline; None, and always for views: none. wait: also take what is being
         written or loaded; the lease is ready when all of that came or failed. below: key to archive
-        tier, for keys that an archive holds. reach: pools that the reader can read; None: all.
+        tier, for keys that an archive holds: they are loaded, and what is being loaded is waited
+        for, also without `wait`; None: neither. reach: pools that the reader can read; None: all.
         """
         known = self._session(session)
         if known is None:
@@ -208,7 +209,7 @@ class Core:
             until_ns=until_ns,
             wait=wait,
             all_or_nothing=all_or_nothing,
-            below=below or {},
+            below=below,
             reach=reach,
             now_ns=now_ns,
         )

@@ -44,6 +44,8 @@ class Copy(NamedTuple):
     """Move `length` bytes. A target in a pool carries the generation of the new content: write it
     into the region's header before the first byte. Copies that are out at the same time do not
     depend on each other.
+
+    parent, depth: of a save, the key of the block before it (empty: the first) and its index.
     """
 
     copy_id: int
@@ -53,6 +55,8 @@ class Copy(NamedTuple):
     source: Place
     target: Place
     length: int
+    parent: bytes = b""
+    depth: int = 0
 
 
 class Forget(NamedTuple):

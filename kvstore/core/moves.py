@@ -124,7 +124,7 @@ class Moves:
 
     def _demote(self, slot: Slot, space: Space, now_ns: int) -> Slot | None:
         arena = self.books.arena_below(slot.pool.tier)
-        if arena is None or self.books.moving >= self.books.limits.copies_in_flight_max:
+        if arena is None or self.books.moves_full:
             return None
         return self._send_down(slot, space, arena, now_ns)
 
@@ -166,7 +166,7 @@ class Moves:
         if (space.id, slot.key) in books.saving:
             return Reason.MISS_EVICTED
         self._save_ancestors(slot, space, archive)
-        if books.moving >= books.limits.copies_in_flight_max:
+        if books.moves_full:
             books.counters["dropped_unsaved"] += 1
             return Reason.MISS_NOT_ADMITTED
         flight = self._fly_save(slot, space, archive)
@@ -184,7 +184,7 @@ class Moves:
             missing.append(parent)
             parent = space.index.get(parent.parent)
         for ancestor in reversed(missing):
-            if books.moving >= books.limits.copies_in_flight_max:
+            if books.moves_full:
                 break
             self._fly_save(ancestor, space, archive)
             _hold_for_save(ancestor)
@@ -214,18 +214,25 @@ class Moves:
     # ------------------------------------------------------------------ up
 
     def load(
-        self, space: Space, key: bytes, depth: int, archive: int, arena: Arena, now_ns: int
+        self,
+        space: Space,
+        key: bytes,
+        parent: bytes,
+        depth: int,
+        archive: int,
+        arena: Arena,
+        now_ns: int,
     ) -> Slot | Reason:
         """Brings a block from an archive into a pool; the name is there at once, FILLING."""
         books = self.books
-        if books.loading >= books.limits.copies_in_flight_max:
+        if books.loads_full:
             return Reason.LIMIT_QUEUE
         pool = space.pools[arena.tier]
         assert pool is not None
         slot = self.take(pool, now_ns)
         if slot is None:
             return Reason.NO_SPACE
-        pool.begin(slot, space, key, b"", depth, Fill(None))
+        pool.begin(slot, space, key, parent, depth, Fill(None))
         slot.saved = True
         space.index[key] = slot
         self._fly("load", space, key, None, slot, source=Place(archive, 0, 0, 0, 0))
@@ -248,7 +255,7 @@ class Moves:
         books = self.books
         assert space is not None
         assert slot.holds
-        if slot.rising or slot.pins or books.moving >= books.limits.copies_in_flight_max:
+        if slot.rising or slot.pins or books.moves_full:
             return False
         pool = space.pools[arena.tier]
         assert pool is not None
@@ -304,12 +311,17 @@ class Moves:
         """Emits a copy, behind the one that still reads what its target held before."""
         books = self.books
         copy = Copy(books.next_id("copy"), why, space.id, key, source, target, length)
+        if why == "save":
+            assert source_slot is not None
+            copy = copy._replace(parent=source_slot.parent, depth=source_slot.depth)
         flight = Flight(copy, source_slot, target_slot, lease, False, [])
         books.flights[copy.copy_id] = flight
         if why == "load":
             books.loading += 1
+            books.loading_bytes += length
         elif why != "commit":
             books.moving += 1
+            books.moving_bytes += length
         if target_slot is not None:
             target_slot.holds += 1
             if target_slot.leaving:
@@ -349,9 +361,11 @@ class Moves:
         why = flight.copy.why
         if why == "load":
             self.books.loading -= 1
+            self.books.loading_bytes -= flight.copy.length
             self._loaded(flight, ok, reason, now_ns)
             return
         self.books.moving -= 1
+        self.books.moving_bytes -= flight.copy.length
         self.books.counters["copies_failed"] += not ok
         if why == "save":
             self._saved(flight, ok, reason)

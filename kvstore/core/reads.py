@@ -73,7 +73,7 @@ class Reads:
         until_ns: int | None,
         wait: bool,
         all_or_nothing: bool,
-        below: Mapping[bytes, int],
+        below: Mapping[bytes, int] | None,
         reach: frozenset[int] | None,
         now_ns: int,
     ) -> Acquired:
@@ -91,8 +91,6 @@ class Reads:
         allowed = self._view_blocks(session, space) if view else len(keys)
         absent = self._hold_present(lease, keys, reach, allowed, now_ns)
         if absent:
-            if not wait:
-                below = {}
             request = _Request(keys, wait, below, reach, allowed, now_ns)
             if all_or_nothing and not all(self._may_come(lease, i, request) for i in absent):
                 self._explain_first(lease, keys, absent)
@@ -175,11 +173,11 @@ class Reads:
     def _may_come(self, lease: ReadLease, index: int, request: _Request) -> bool:
         """Whether an absent block could come; no side effect."""
         slot = lease.space.index.get(request.keys[index])
-        if not request.wait or len(lease.slots) > request.allowed:
+        if len(lease.slots) > request.allowed:
             return False
         if slot is not None:
-            return True
-        return request.keys[index] in request.below
+            return request.waits_for(slot)
+        return request.below is not None and request.keys[index] in request.below
 
     def _explain_first(self, lease: ReadLease, keys: Sequence[bytes], absent: list[int]) -> None:
         for index in absent:
@@ -202,14 +200,14 @@ class Reads:
             if left <= 0:
                 why = Reason.VIEW_LIMIT
             elif slot is None:
-                archive = request.below.get(key)
+                archive = None if request.below is None else request.below.get(key)
                 if archive is not None and (space.id, key) not in self.books.forgetting:
                     slot, why = self._load(space, key, index, archive, request)
             elif slot.state is READY:
                 slot, why = self._bring_into_reach(slot, request)
             elif request.reach is not None and slot.pool.tier not in request.reach:
                 slot = None
-            if slot is not None and why is None and request.wait:
+            if slot is not None and why is None and request.waits_for(slot):
                 assert slot.fill is not None
                 slot.fill.waiters.append((lease, index))
                 lease.pending += 1
@@ -223,7 +221,8 @@ class Reads:
         arena = self._landing(request.reach)
         if arena is None:
             return None, Reason.NOT_SUPPORTED
-        loaded = self.moves.load(space, key, index, archive, arena, request.now_ns)
+        parent = request.keys[index - 1] if index else b""
+        loaded = self.moves.load(space, key, parent, index, archive, arena, request.now_ns)
         return (loaded, None) if isinstance(loaded, Slot) else (None, loaded)
 
     def _bring_into_reach(self, slot: Slot, request: _Request) -> tuple[Slot | None, Reason | None]:
@@ -283,7 +282,7 @@ class _Request:
         self,
         keys: Sequence[bytes],
         wait: bool,
-        below: Mapping[bytes, int],
+        below: Mapping[bytes, int] | None,
         reach: frozenset[int] | None,
         allowed: int,
         now_ns: int,
@@ -294,6 +293,13 @@ class _Request:
         self.reach = reach
         self.allowed = allowed
         self.now_ns = now_ns
+
+    def waits_for(self, slot: Slot) -> bool:
+        """Whether the caller waits for a block that is not READY, or not in reach: for one that a
+        writer fills if he waits, for one that a copy fills also if he loads.
+        """
+        loading = slot.fill is not None and slot.fill.group is None
+        return self.wait or (self.below is not None and loading)
 
 
 def _as_miss(why: Reason) -> Reason:

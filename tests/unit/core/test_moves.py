@@ -57,6 +57,11 @@ def test_a_victim_is_saved_with_its_ancestors_first() -> None:
     bench.put(session, space, chain)
     bench.put(session, space, keys(1, "new"))
     assert saved(bench) == chain
+    copies = [effect for effect in bench.seen if isinstance(effect, Copy) and effect.why == "save"]
+    assert [(copy.parent, copy.depth) for copy in copies] == [
+        (b"", 0),
+        *((chain[index - 1], index) for index in (1, 2, 3)),
+    ]
     bench.put(session, space, keys(4, "new"))
     assert saved(bench)[:4] == chain
     assert chain[0] not in saved(bench)[4:], "what is saved is not saved again"

@@ -239,11 +239,11 @@ class Archived(Bench):
         return self.out("load")
 
 
-def test_a_block_below_is_loaded_for_one_who_waits() -> None:
+def test_a_block_below_is_loaded_and_waited_for() -> None:
     bench = Archived()
-    assert not bench.acquire(bench.writer, bench.id, bench.old, below=bench.below).lease_id
-    assert bench.out("load") == [], "nothing is loaded for one who does not wait"
-    waiting = bench.acquire(bench.writer, bench.id, bench.old, below=bench.below, wait=True)
+    assert not bench.acquire(bench.writer, bench.id, bench.old, wait=True).lease_id
+    assert bench.out("load") == [], "nothing is loaded for one who does not say where it is"
+    waiting = bench.acquire(bench.writer, bench.id, bench.old, below=bench.below)
     assert not waiting.ready
     loads = bench.loads()
     assert {copy.key for copy in loads} == set(bench.old)
@@ -257,13 +257,40 @@ def test_a_block_below_is_loaded_for_one_who_waits() -> None:
 def test_several_who_want_a_block_share_one_load() -> None:
     bench = Archived()
     leases = [
-        bench.acquire(bench.writer, bench.id, bench.old, below=bench.below, wait=True).lease_id
-        for _ in range(3)
+        bench.acquire(bench.writer, bench.id, bench.old, below=below).lease_id
+        for below in (bench.below, bench.below, {})
     ]
+    assert not bench.acquire(bench.writer, bench.id, bench.old).lease_id, "he does not load"
     assert len(bench.loads()) == 3
     bench.finish_all()
     bench.run()
     assert set(leases) <= set(bench.ready)
+
+
+def test_who_loads_does_not_wait_for_writers() -> None:
+    bench = Archived()
+    wanted = [*bench.old[:2], *keys(1, "unwritten")]
+    assert bench.reserve(bench.writer, bench.id, wanted, first=2).lease_id
+    loading = bench.acquire(bench.writer, bench.id, wanted, below=bench.below)
+    assert loading.reason is Reason.MISS_IN_PROGRESS
+    assert len(bench.loads()) == 2
+    bench.finish_all()
+    bench.run()
+    assert loading.lease_id in bench.ready
+    assert bench.core.settle(loading.lease_id, bench.now_ns).leased == 2
+
+
+def test_a_loaded_block_knows_its_parent_so_that_it_can_be_saved_behind_it() -> None:
+    bench = Archived()
+    bench.acquire(bench.writer, bench.id, bench.old, below=bench.below)
+    bench.loads()
+    bench.finish_all()
+    bench.run()
+    space = bench.core.books.spaces.get(bench.id)
+    assert space is not None
+    slots = [space.index[key] for key in bench.old]
+    assert [slot.parent for slot in slots] == [b"", *bench.old[:2]]
+    assert [slot.depth for slot in slots] == [0, 1, 2]
 
 
 def test_a_corrupt_block_is_dropped_forgotten_and_explained() -> None:
@@ -310,6 +337,21 @@ def test_loads_are_bounded() -> None:
     assert len(bench.out("load")) == 2
     settled = bench.core.settle(waiting.lease_id, bench.now_ns)
     assert settled.reasons[2] is Reason.LIMIT_QUEUE
+
+
+def test_small_loads_may_be_many() -> None:
+    limits = CoreLimits(
+        staging_bytes=BLOCK,
+        staging_share=0.9,
+        copies_in_flight_max=2,
+        copies_in_flight_bytes=3 * BLOCK,
+    )
+    bench = Bench(slots=8, disk=True, limits=limits)
+    session = bench.session()
+    space = bench.space(session)
+    bench.hold_copies = True
+    bench.acquire(session, space, keys(5), below=dict.fromkeys(keys(5), bench.disk))
+    assert len(bench.out("load")) == 3
 
 
 def test_a_name_that_is_to_be_forgotten_is_not_loaded_by_a_stale_fact() -> None:
