@@ -51,8 +51,7 @@ def leading_run(codes: bytes) -> int:
 
 def trailing_run(codes: bytes, end: int) -> int:
     """Blocks just before index `end` that are there without a gap."""
-    head = codes[:end]
-    return end - 1 - max(head.rfind(ABSENT), head.rfind(PENDING))
+    return end - 1 - max(codes.rfind(ABSENT, 0, end), codes.rfind(PENDING, 0, end))
 
 
 def agreed_tokens(groups: Sequence[GroupPresence]) -> int:
@@ -64,10 +63,13 @@ def agreed_tokens(groups: Sequence[GroupPresence]) -> int:
     if not groups:
         return 0
     step = math.lcm(*(group.block_tokens for group in groups))
-    limit = min(_limit_blocks(group) * group.block_tokens for group in groups)
-    for tokens in range(limit - limit % step, 0, -step):
-        if all(_serves(group, tokens // group.block_tokens) for group in groups):
+    tokens = min(_limit_blocks(group) * group.block_tokens for group in groups)
+    while tokens > 0:
+        tokens -= tokens % step
+        served = min(_served(group, tokens // group.block_tokens) for group in groups)
+        if served >= tokens:
             return tokens
+        tokens = served
     return 0
 
 
@@ -77,7 +79,15 @@ def _limit_blocks(group: GroupPresence) -> int:
     return leading_run(group.codes)
 
 
-def _serves(group: GroupPresence, blocks: int) -> bool:
+_GAPS = bytes((ABSENT, PENDING))
+
+
+def _served(group: GroupPresence, blocks: int) -> int:
+    """`blocks` in tokens if the group serves so many, else the most that it may serve below: what
+    ends before the gap that is in the way.
+    """
     if group.rule is HitRule.TRAILING:
-        return trailing_run(group.codes, blocks) >= min(group.window_blocks, blocks)
-    return True  # `_limit_blocks` already capped the length at the leading run
+        run = trailing_run(group.codes, blocks)
+        if run < min(group.window_blocks, blocks):
+            blocks = len(group.codes[: blocks - run - 1].rstrip(_GAPS))
+    return blocks * group.block_tokens  # `_limit_blocks` already capped it at the leading run

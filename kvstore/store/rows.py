@@ -1,5 +1,8 @@
 """Durable rows on their way to the ledger: written in batches by a worker thread, answered by
 ticket. On the event loop's thread.
+
+A row that could not be written is kept and written with the next ones: what was decided holds, and
+an operator who decides it once more learns whether it is durable by then.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ class Rows:
         self._ledger = ledger
         self._on_written = on_written
         self._queue: list[Persist] = []
-        self._waiting: dict[int, asyncio.Future[bool]] = {}
+        self._kept: dict[tuple[str, bytes], bytes | None] = {}
         self._left: dict[int, int] = {}
         self._failed: set[int] = set()
+        self._waiting: dict[int, asyncio.Future[bool]] = {}
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -41,30 +45,41 @@ class Rows:
         if self._queue and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._write())
 
-    async def durable(self, ticket: int) -> bool:
-        """Waits until every row with this ticket is written (0: none has).
+    async def durable(self, ticket: int, wait_ns: int) -> bool:
+        """Waits until every row with this ticket is written; with ticket 0 (no new row), until all
+        that was kept is.
 
-        False: the ledger is volatile, or writing failed.
+        False: the ledger is volatile, writing failed, or it is not done within `wait_ns`.
         """
-        if ticket not in self._left:
-            return self._ledger.durable
         loop = asyncio.get_running_loop()
-        future = self._waiting.setdefault(ticket, loop.create_future())
-        return await asyncio.shield(future)
+        if ticket in self._left:
+            future = self._waiting.setdefault(ticket, loop.create_future())
+            await asyncio.wait((future,), timeout=wait_ns / 1e9)
+            return future.done() and future.result()
+        if self._kept and self._task is None:
+            self._task = loop.create_task(self._write())
+        if self._kept and self._task is not None:
+            await asyncio.wait((self._task,), timeout=wait_ns / 1e9)
+        return self._ledger.durable and not self._kept
 
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while self._queue:
+            while True:
                 batch, self._queue = self._queue, []
-                rows = [(row.table, row.key, row.value) for row in batch]
+                rows = {**self._kept, **{(row.table, row.key): row.value for row in batch}}
+                changes = [(table, key, value) for (table, key), value in rows.items()]
                 try:
-                    await loop.run_in_executor(None, self._ledger.put_many, rows)
+                    await loop.run_in_executor(None, self._ledger.put_many, changes)
+                    self._kept = {}
                 except OSError:
                     log.exception("writing %d rows failed: see the setting state.path", len(rows))
+                    self._kept = rows
                     self._failed.update(row.ticket for row in batch)
                 for row in batch:
                     self._written(row.ticket)
+                if not self._queue:
+                    return
         finally:
             self._task = None
 

@@ -8,11 +8,9 @@ command, run the effects, await Ready or the deadline, settle.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +30,11 @@ from kvstore.core.effects import (
 )
 from kvstore.ledger import Ledger
 from kvstore.model.fingerprint import Fingerprint
-from kvstore.model.hits import ABSENT, leading_run
+from kvstore.model.hits import ABSENT, PENDING, leading_run
 from kvstore.model.layout import Layout
 from kvstore.model.reasons import BadRequest, KVStoreError, Reason
 from kvstore.model.values import (
     CommitResult,
-    CoreStats,
     LeaseMode,
     Opening,
     Place,
@@ -45,49 +42,16 @@ from kvstore.model.values import (
     Reserved,
 )
 from kvstore.policy.links import Link
-from kvstore.store.holders import Holders
+from kvstore.store.regions import Regions
 from kvstore.store.rows import Rows
 from kvstore.store.sessions import Session, Sessions
+from kvstore.store.values import Leased, Mover, StoreStats, nothing, state_of
+from kvstore.store.waiters import Waiters
 from kvstore.tiers.base import Archive
-from kvstore.tiers.host import HostStats, HostTier
+from kvstore.tiers.host import HostTier
 
 NS_PER_MS = 1_000_000
 INSTANCE_ID_BYTES = 16
-
-
-class Mover(Protocol):
-    """What runs the core's copies (kvstore.mover); they come back through `Store.copies_done`."""
-
-    def submit(self, moves: Sequence[Copy | Forget]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Presence:
-    """Answer of a lookup in one space: a presence code a key (kvstore.model.hits)."""
-
-    codes: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Leased:
-    """A settled read lease. `places` has one entry a key, None where the block is absent."""
-
-    lease_id: int
-    places: list[Place | None]
-    leased: int
-    reason: Reason
-    regions: tuple[Region, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """What `Store.stats` tells; `tier_states` has a word or a sentence for each tier."""
-
-    state: str
-    uptime_s: float
-    core: CoreStats
-    tier_states: Mapping[str, str]
-    host: HostStats
 
 
 class Store:
@@ -120,10 +84,10 @@ class Store:
         self._ledger = ledger
         self._archives = dict(archives or {})
         self._sessions = Sessions()
-        self._holders = Holders(self._gone)
+        self._regions = Regions(core, host, host_tier, self._gone)
         self._rows = Rows(ledger, lambda ticket: core.persisted(ticket, clock.monotonic_ns()))
-        self._waiters: dict[int, asyncio.Future[None]] = {}
-        self._staging_bytes: dict[int, int] = {}
+        self._waiters = Waiters()
+        self._effects: deque[Effect] = deque()
         self._running = False
 
     # ------------------------------------------------------------------ life
@@ -136,6 +100,7 @@ class Store:
     def tick(self) -> None:
         """Expires what is due. Called by the daemon every few tens of milliseconds."""
         self.core.tick(self.clock.monotonic_ns())
+        self._regions.retry()
         self._run()
 
     def drain(self) -> None:
@@ -159,6 +124,12 @@ class Store:
         """Whether copies, durable writes or waiting calls are under way."""
         return bool(self._waiters or self._rows.busy or self.core.stats().copies_in_flight)
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether somebody still reads or writes: what a drain waits for."""
+        core = self.core.stats()
+        return bool(core.read_leases or core.write_leases) or self.busy
+
     def stats(self) -> StoreStats:
         """A snapshot of plain values: may be handed to another thread."""
         host = self._host.stats()
@@ -166,7 +137,7 @@ class Store:
             state="draining" if self.draining else "ready",
             uptime_s=(self.clock.monotonic_ns() - self.started_ns) / 1e9,
             core=self.core.stats(),
-            tier_states={self.host_name: _state_of(host)},
+            tier_states={self.host_name: state_of(host)},
             host=host,
         )
 
@@ -195,10 +166,11 @@ class Store:
         session.fd_bound = True
 
     def end_session(self, session_id: int) -> None:
-        """Frees everything that the session held. Idempotent."""
+        """Frees everything that the session held, and ends its waiting calls. Idempotent."""
         if self._sessions.remove(session_id) is not None:
             self.core.end_session(session_id, self.clock.monotonic_ns())
             self._run()
+            self._waiters.wake_session(session_id)
 
     @property
     def session_count(self) -> int:
@@ -209,35 +181,27 @@ class Store:
     @property
     def unmap_listeners(self) -> list[Callable[[int], None]]:
         """Called with the id of each region that is closed while processes hold it."""
-        return self._holders.unmap_listeners
+        return self._regions.holders.unmap_listeners
 
     def regions_of(self, tenant: str) -> list[Region]:
         """The open regions of a tenant."""
         return self.core.regions(tenant)
 
     def region_fd(self, region_id: int, tenant: str) -> int | None:
-        """A read-only descriptor (it stays the tier's); None for a region that is closed, unknown
-        or another tenant's, which look alike.
-        """
-        region = self.core.region(region_id)
-        if region is None or region.tenant != tenant or region.tier != self._host_tier:
-            return None
-        return self._host.fd(region_id)
+        """See `Regions.fd`."""
+        return self._regions.fd(region_id, tenant)
 
     def staging_fd(self, session_id: int) -> tuple[int, int, int] | None:
-        """(region id, total bytes, read-write descriptor) of the session's staging, if any."""
-        region_id = self.core.staging_of(session_id)
-        if region_id is None or region_id not in self._staging_bytes:
-            return None
-        return region_id, self._staging_bytes[region_id], self._host.fd(region_id)
+        """See `Regions.staging`."""
+        return self._regions.staging(session_id)
 
     def holder_added(self, region_id: int) -> None:
         """A process was given the region's descriptor."""
-        self._holders.added(region_id)
+        self._regions.holders.added(region_id)
 
     def holder_gone(self, region_id: int) -> None:
         """A process has unmapped the region, or is proven dead."""
-        self._holders.gone(region_id)
+        self._regions.holders.gone(region_id)
 
     def _gone(self, region_id: int) -> None:
         self._host.released(region_id)
@@ -267,17 +231,22 @@ class Store:
 
     # ------------------------------------------------------------------ reading
 
-    async def lookup(self, session: Session, space_id: int, keys: Sequence[bytes]) -> Presence:
-        """Presence of `keys`; archives are asked from the first key on that no pool holds."""
+    async def lookup(self, session: Session, space_id: int, keys: Sequence[bytes]) -> bytes:
+        """A presence code a key (kvstore.model.hits), as of the answer. Archives are asked from the
+        first key on that no pool holds.
+        """
         codes = self.core.lookup(session.id, space_id, keys)
         run = leading_run(codes)
-        if run < len(keys) and self._archives:
-            archived = await self._find_archived(space_id, keys[run:])
-            codes = bytes(
-                1 + archived[key] if code == ABSENT and key in archived else code
-                for code, key in zip(codes, keys, strict=True)
-            )
-        return Presence(codes)
+        if run == len(keys) or not self._archives:
+            return codes
+        archived = await self._find_archived(space_id, keys[run:])
+        codes = self.core.lookup(session.id, space_id, keys)
+        if isinstance(self.core.space_of(session.id, space_id), Reason):
+            return codes  # closed meanwhile: the archive may not have forgotten it yet
+        return bytes(
+            1 + archived[key] if code == ABSENT and key in archived else code
+            for code, key in zip(codes, keys, strict=True)
+        )
 
     async def _find_archived(self, space_id: int, keys: Sequence[bytes]) -> dict[bytes, int]:
         found: dict[bytes, int] = {}
@@ -317,30 +286,63 @@ class Store:
         self._run()
         lease_id = acquired.lease_id
         if not lease_id:
-            return Leased(0, [None] * len(keys), 0, acquired.reason, ())
-        if not acquired.ready:
-            try:
-                await self._ready(lease_id, wait_ns)
-            except asyncio.CancelledError:
-                self.release(session, (lease_id,))
-                raise
+            return nothing(keys, acquired.reason)
+        if acquired.ready:
+            return self._settle(lease_id, keys)
+        try:
+            await self._waiters.wait(lease_id, session.id, wait_ns)
+        except asyncio.CancelledError:
+            self.release(session, (lease_id,))
+            raise
+        leased = self._settle(lease_id, keys)
+        return self._still_there(session, space_id, keys, leased, all_or_nothing=all_or_nothing)
+
+    def _settle(self, lease_id: int, keys: Sequence[bytes]) -> Leased:
         settled = self.core.settle(lease_id, self.clock.monotonic_ns())
         self._run()
-        first_reason = settled.reasons[min(settled.reasons)] if settled.reasons else Reason.OK
-        ids = dict.fromkeys(place.region for place in settled.places if place is not None)
-        regions = tuple(r for i in ids if (r := self.core.region(i)) is not None)
-        return Leased(
-            lease_id if settled.leased else 0,
-            settled.places,
-            settled.leased,
-            first_reason,
-            regions,
-        )
+        reason = settled.reasons[min(settled.reasons)] if settled.reasons else Reason.OK
+        if not settled.leased:
+            return nothing(keys, reason)
+        ids = {place.region for place in settled.places if place is not None}
+        regions = self._regions.named(ids)
+        return Leased(lease_id, settled.places, settled.leased, reason, regions)
+
+    def _still_there(
+        self,
+        session: Session,
+        space_id: int,
+        keys: Sequence[bytes],
+        leased: Leased,
+        *,
+        all_or_nothing: bool,
+    ) -> Leased:
+        """Takes out what was dropped while the lease waited for other blocks: its bytes are held,
+        but no reader who comes now may have them.
+        """
+        if session.ended.is_set():
+            return nothing(keys, Reason.SESSION_UNKNOWN)
+        if not leased.lease_id:
+            return leased
+        codes = self.core.lookup(session.id, space_id, keys)
+        places = [
+            None if code in (ABSENT, PENDING) else place
+            for code, place in zip(codes, leased.places, strict=True)
+        ]
+        count = len(places) - places.count(None)
+        if count == leased.leased:
+            return leased
+        space = self.core.space_of(session.id, space_id)
+        reason = space if isinstance(space, Reason) else Reason.MISS_INVALIDATED
+        if not count or all_or_nothing:
+            self.release(session, (leased.lease_id,))
+            return nothing(keys, reason)
+        return leased._replace(places=places, leased=count, reason=reason)
 
     def release(self, session: Session, lease_ids: Sequence[int]) -> tuple[int, int]:
         """(released, unknown). An uncommitted write lease is aborted."""
         counts = self.core.release(session.id, lease_ids, self.clock.monotonic_ns())
         self._run()
+        self._waiters.wake(lease_ids)
         return counts
 
     def block_view(self, place: Place, length: int) -> NDArray[np.uint8]:
@@ -351,12 +353,13 @@ class Store:
         """The slot's generation now: another than the place's once another block has the slot."""
         return self._host.generation(place.region, place.slot)
 
-    def note_load(self, session: Session, lease_id: int, blocks: int, copy_ns: int) -> int:
-        """Learns from a client's measured copy; returns its bytes (0: no lease of this group)."""
-        length = self.core.leased_bytes(session.id, lease_id, blocks)
-        if length and copy_ns:
-            self.links[self._host_tier].observe(length, copy_ns, self.clock.monotonic_ns())
-        return length
+    def leased_bytes(self, session: Session, lease_id: int, blocks: int) -> int:
+        """Bytes of so many blocks of a read lease, at most all of it; 0: none of this group."""
+        return self.core.leased_bytes(session.id, lease_id, blocks)
+
+    def note_load(self, length_bytes: int, copy_ns: int) -> None:
+        """Learns from a client's measured copy out of host memory."""
+        self.links[self._host_tier].observe(length_bytes, copy_ns, self.clock.monotonic_ns())
 
     # ------------------------------------------------------------------ writing
 
@@ -392,11 +395,19 @@ class Store:
         committed = self.core.commit(session.id, lease_id, durable, self.clock.monotonic_ns())
         self._run()
         if committed.reason is not Reason.OK:
-            raise KVStoreError(committed.reason, "the reservation cannot be committed")
-        if not committed.ready:
-            await self._ready(lease_id, wait_ns)
-        result = self.core.settle_commit(lease_id, self.clock.monotonic_ns())
-        self._run()
+            raise KVStoreError(committed.reason, committed.reason.text)
+        in_time = committed.ready
+        try:
+            if not in_time:
+                in_time = await self._waiters.wait(lease_id, session.id, wait_ns)
+        finally:
+            # Also for a caller who is gone: what he gave is published, and the lease ends.
+            result = self.core.settle_commit(lease_id, self.clock.monotonic_ns())
+            self._run()
+        if session.ended.is_set():
+            raise KVStoreError(Reason.SESSION_UNKNOWN, "the session ended during the commit")
+        if not in_time and result.reason is Reason.OK:
+            return result._replace(reason=Reason.DEADLINE_EXCEEDED)
         return result
 
     def copies_done(self, results: Iterable[tuple[int, bool, Reason, bytes | None, int]]) -> None:
@@ -408,13 +419,14 @@ class Store:
 
     # ------------------------------------------------------------------ effects
 
-    async def durable(self, ticket: int) -> bool:
+    async def durable(self, ticket: int, wait_ns: int) -> bool:
         """Runs the effects of an operator's command, then waits until its rows are written.
 
-        False: the ledger is volatile, or writing failed.
+        False: the ledger is volatile, writing failed, or it is not done within `wait_ns`. The
+        decision holds all the same, until the daemon ends.
         """
         self._run()
-        return await self._rows.durable(ticket)
+        return await self._rows.durable(ticket, wait_ns)
 
     def run_effects(self) -> None:
         """Runs what a command that was given to `core` directly left to do."""
@@ -425,46 +437,28 @@ class Store:
             return  # an effect led to a command: the loop below runs what that left to do
         self._running = True
         moves: list[Copy | Forget] = []
+        effects = self._effects
         try:
-            while effects := self.core.effects():
-                for effect in effects:
-                    self._apply(effect, moves)
+            effects.extend(self.core.effects())
+            while effects:
+                self._apply(effects.popleft(), moves)
+                if not effects:
+                    effects.extend(self.core.effects())
         finally:
+            # A defect costs one effect: the others are run, now or by the next command.
             self._running = False
-        if moves:
-            self._mover.submit(moves)
+            if moves:
+                self._mover.submit(moves)
         self._rows.start()
 
     def _apply(self, effect: Effect, moves: list[Copy | Forget]) -> None:
         if isinstance(effect, Copy | Forget):
             moves.append(effect)  # in order: a name may be saved, dropped and saved anew
         elif isinstance(effect, Ready):
-            waiter = self._waiters.get(effect.lease_id)
-            if waiter is not None and not waiter.done():
-                waiter.set_result(None)
-        elif isinstance(effect, Assign):
-            self._host.assign(effect.region)
-        elif isinstance(effect, AssignStaging):
-            self._host.assign_staging(effect.region_id, effect.total_bytes)
-            self._staging_bytes[effect.region_id] = effect.total_bytes
+            self._waiters.wake((effect.lease_id,))
+        elif isinstance(effect, Assign | AssignStaging):
+            self._regions.assign(effect)
         elif isinstance(effect, Unassign | UnassignStaging):
-            self._staging_bytes.pop(effect.region_id, None)
-            self._host.unassign(effect.region_id)
-            self._holders.close(effect.region_id)
+            self._regions.unassign(effect.region_id)
         elif isinstance(effect, Persist):
             self._rows.add(effect)
-
-    async def _ready(self, lease_id: int, wait_ns: int) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters[lease_id] = future
-        try:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(future, wait_ns / 1e9)
-        finally:
-            self._waiters.pop(lease_id, None)
-
-
-def _state_of(host: HostStats) -> str:
-    if host.prefault_error:
-        return host.prefault_error
-    return "ok" if host.prefaulted_bytes >= host.capacity_bytes else "warming"

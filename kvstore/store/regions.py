@@ -1,0 +1,81 @@
+"""Regions as processes reach them: made when the core says so, handed out by descriptor, closed,
+and gone when the last process has let go. On the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvstore.core.core import Core
+from kvstore.core.effects import Assign, AssignStaging
+from kvstore.model.values import Region
+from kvstore.store.holders import Holders
+from kvstore.tiers.host import HostTier
+
+log = logging.getLogger(__name__)
+
+
+class Regions:
+    """The host tier's regions and the sessions' staging."""
+
+    def __init__(
+        self, core: Core, host: HostTier, host_tier: int, on_gone: Callable[[int], None]
+    ) -> None:
+        """`on_gone(region id)`: no process can reach a closed region any more."""
+        self.holders = Holders(on_gone)
+        self._core = core
+        self._host = host
+        self._host_tier = host_tier
+        self._staging_bytes: dict[int, int] = {}
+        self._owed: dict[int, Assign | AssignStaging] = {}
+
+    def assign(self, effect: Assign | AssignStaging) -> None:
+        """Makes a region. Where the system has no descriptor or memory left, `retry` tries again;
+        until then nobody can have the region, and copies into it fail.
+        """
+        region_id = effect.region.id if isinstance(effect, Assign) else effect.region_id
+        try:
+            if isinstance(effect, Assign):
+                self._host.assign(effect.region)
+            else:
+                self._host.assign_staging(region_id, effect.total_bytes)
+                self._staging_bytes[region_id] = effect.total_bytes
+        except OSError as error:
+            if region_id not in self._owed:
+                log.error("region %d cannot be made yet: %s", region_id, error)
+            self._owed[region_id] = effect
+        else:
+            self._owed.pop(region_id, None)
+
+    def retry(self) -> None:
+        """Makes what could not be made before."""
+        for effect in list(self._owed.values()):
+            self.assign(effect)
+
+    def unassign(self, region_id: int) -> None:
+        """Closes a region of either kind."""
+        self._owed.pop(region_id, None)
+        self._staging_bytes.pop(region_id, None)
+        self._host.unassign(region_id)
+        self.holders.close(region_id)
+
+    def fd(self, region_id: int, tenant: str) -> int | None:
+        """A read-only descriptor (it stays the tier's); None for a region that is closed, unknown
+        or another tenant's, which look alike.
+        """
+        region = self._core.region(region_id)
+        if region is None or region.tenant != tenant or region.tier != self._host_tier:
+            return None
+        return None if region_id in self._owed else self._host.fd(region_id)
+
+    def staging(self, session_id: int) -> tuple[int, int, int] | None:
+        """(region id, total bytes, read-write descriptor) of the session's staging, if any."""
+        region_id = self._core.staging_of(session_id)
+        if region_id is None or region_id not in self._staging_bytes:
+            return None
+        return region_id, self._staging_bytes[region_id], self._host.fd(region_id)
+
+    def named(self, region_ids: set[int]) -> tuple[Region, ...]:
+        """Those of these regions that are open."""
+        return tuple(r for i in region_ids if (r := self._core.region(i)) is not None)
