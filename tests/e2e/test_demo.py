@@ -4,9 +4,13 @@ error."""
 from __future__ import annotations
 
 import io
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,20 +27,40 @@ pytestmark = [pytest.mark.process, pytest.mark.torch]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO_S = 170
+READY_S = 60.0
+
+
+def command(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
+    argv = [sys.executable, "-m", "kvstore_client.demo", "--random-model"]
+    argv += ["--turns", "2", "--new-tokens", "4", "--model-folder", str(tmp_path / "model")]
+    roots = os.pathsep.join(str(ROOT / name) for name in (".", "server", "client"))
+    return argv, {**os.environ, "PYTHONPATH": roots, "TMPDIR": str(tmp_path)}
+
+
+def test_ended_by_a_signal_it_leaves_nothing_behind(tmp_path: Path) -> None:
+    argv, environ = command(tmp_path)
+    process = subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + READY_S
+        while not (ready := list(tmp_path.glob("kvstore-demo-*/ready.json"))):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            select.select([], [], [], 0.01)
+        daemon_pid = int(json.loads(ready[0].read_text())["pid"])
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(READY_S) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+    assert not list(tmp_path.glob("kvstore-demo-*"))
+    assert not Path(f"/proc/{daemon_pid}").exists()
 
 
 @pytest.mark.slow
 def test_every_claim_of_the_demo_is_true(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "kvstore_client.demo", "--random-model"]
-    argv += ["--turns", "2", "--new-tokens", "4", "--model-folder", str(tmp_path / "model")]
-    roots = os.pathsep.join(str(ROOT / name) for name in (".", "server", "client"))
+    argv, environ = command(tmp_path)
     done = subprocess.run(
-        argv,
-        env={**os.environ, "PYTHONPATH": roots},
-        capture_output=True,
-        text=True,
-        timeout=DEMO_S,
-        check=False,
+        argv, env=environ, capture_output=True, text=True, timeout=DEMO_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every claim is true" in done.stdout

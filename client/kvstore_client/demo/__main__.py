@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from types import FrameType
+from typing import Final, NoReturn
 
 from rich.console import Console
 
 from kvstore_client.demo import evidence, report
-from kvstore_client.demo.daemon import DaemonFailedError, RunningDaemon, start_daemon
+from kvstore_client.demo.daemon import DaemonFailedError, RunningDaemon, running_daemon
 from kvstore_client.demo.evidence import Job, Transcript
 from kvstore_client.demo.model import DESCRIPTION, RANDOM_DESCRIPTION, ensure_model
 
@@ -41,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         screen.print(f"the demo needs {' and '.join(absent)}: pip install 'tiered-kvstore[demo]'")
         return 2
     begun = time.monotonic()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
     try:
         with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as scratch:
             false = _run(options, screen, Path(scratch))
@@ -53,25 +57,27 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if false else 0
 
 
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """As an exception, so that everything that was started is ended on the way out."""
+    raise SystemExit(128 + number)
+
+
 def _run(options: argparse.Namespace, screen: Console, scratch: Path) -> int:
     options.model_folder.mkdir(parents=True, exist_ok=True)
     with screen.status("preparing the model (the first time this takes a minute)"):
         description = _prepare_model(options, screen)
     screen.print(f"model    {description}, {options.dtype}, on the CPU")
-    daemon = start_daemon(scratch, CAPACITY)
-    screen.print(
-        f"daemon   pid {daemon.process.pid}, ready after {daemon.ready_ms:.0f} ms, ", end=""
-    )
-    screen.print(f"{CAPACITY} of host memory")
-    try:
+    with running_daemon(scratch, CAPACITY) as daemon:
+        screen.print(
+            f"daemon   pid {daemon.pid}, ready after {daemon.ready_ms:.0f} ms, "
+            f"{CAPACITY} of host memory"
+        )
         job = _job(options, daemon, scratch)
         written = _work(screen, job, "process 1 holds a conversation and saves its KV")
         title = "Process 1: each turn restores what the turns before it have saved"
         report.show_turns(screen, title, written)
         job = replace(job, mode="reader")
         read = _work(screen, job, "process 2 holds the same conversation from the store")
-    finally:
-        daemon.stop()
     report.show_turns(screen, "Process 2: new, and knows only the prompts", read)
     report.show_rejections(screen, read)
     gigabytes = read.memory_bytes_per_second / 1e9
@@ -96,7 +102,7 @@ def _job(options: argparse.Namespace, daemon: RunningDaemon, scratch: Path) -> J
         mode="writer",
         data_socket=daemon.data_socket,
         admin_socket=daemon.admin_socket,
-        daemon_pid=daemon.process.pid,
+        daemon_pid=daemon.pid,
         model_folder=str(options.model_folder.resolve()),
         scratch_folder=str(scratch),
         dtype=options.dtype,
