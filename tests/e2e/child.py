@@ -21,6 +21,7 @@ import numpy as np
 
 from kvstore.testing.payload import Finding
 from kvstore.wire import convert
+from kvstore.wire.v1 import store_pb2 as pb
 from tests.e2e.stage import Prompt, model
 from tests.rawclient import RawClient, Refused, reason
 
@@ -164,6 +165,37 @@ def rank_one(path: str, seed: str, attempt: str, commit: str) -> None:
     heard()
 
 
+def unrevised(path: str, seed: str) -> None:
+    """An engine that does not know its weights' revision: puts what its weights (`seed`) make of a
+    prompt, then gets on demand. Seed 0 puts nothing.
+    """
+    fingerprint = model(name="unrevised", revision=None)
+    prompt = Prompt(fingerprint, 1, blocks=4)
+    verdicts = {one: name.removeprefix("VERDICT_").lower() for name, one in pb.Verdict.items()}
+    with RawClient(path, group=b"unrevised-" + seed.encode()) as client:
+        opened = client.open(fingerprint)
+        stored = 0
+        if int(seed):
+            rows = prompt.rows(version=int(seed))
+            stored = client.put(opened.space_id, prompt.keys, rows).visible
+        verdict = verdicts[opened.verdict]
+        say(verdict=verdict, review_id=opened.review_id, stored=stored)
+        while True:
+            verb, *arguments = heard().split()
+            if verb == "open":
+                say(verdict=verdicts[client.open(fingerprint).verdict])
+                continue
+            try:
+                rows_got = client.get(opened.space_id, prompt.keys)
+            except Refused:
+                rows_got = [None] * 4
+            got = [(index, row) for index, row in enumerate(rows_got) if row is not None]
+            version = [int(arguments[0])]
+            right = sum(prompt.finding(i, row, version) is Finding.RIGHT for i, row in got)
+            own = sum(prompt.finding(i, row, [int(seed)]) is Finding.RIGHT for i, row in got)
+            say(right=right, wrong=len(got) - max(right, own))
+
+
 def die_in_commit(path: str, seed: str, after_s: str) -> None:
     """Kills itself while its commit is under way."""
     fingerprint = model(1 << 16)
@@ -274,6 +306,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "reader": reader,
     "sdk_roundtrip": sdk_roundtrip,
     "tamper": tamper,
+    "unrevised": unrevised,
 }
 
 if __name__ == "__main__":
