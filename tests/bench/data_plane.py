@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from kvstore_client.client import Space
+from kvstore_client import Space
 from numpy.typing import NDArray
 
 from kvstore_client import Client, ClientConfig
@@ -122,8 +122,9 @@ def measure_redis(setup: Setup, results: Results, folder: Path) -> None:
 
             return timed(run)
 
+        version = redis.version
         value, note = paired_ratio(mget, lambda n: fetch(setup, setup.space, n, 64), ROUNDS)
-    results.add(name, value, "ratio", ROUNDS, f"{redis.version}; times faster; {note}")
+    results.add(name, value, "ratio", ROUNDS, f"{version}; times faster; {note}")
 
 
 def measure_lookup(target: str, results: Results) -> None:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 
 import numpy as np
-from kvstore_client.client import Space
+from kvstore_client import Space
 
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.layout import layout_of
