@@ -26,7 +26,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from kvstore.model.values import PAGE_BYTES
 from kvstore.tiers.base import Bytes
-from kvstore.tiers.disk.format import Fault, Finding, segment_name, segment_of
+from kvstore.tiers.disk.folder import segment_name, segment_of
+from kvstore.tiers.disk.format import Fault, Finding
 from kvstore.tiers.disk.pages import aligned_bytes, check_size, check_transfer, transfer
 
 FILES_OPEN_MAX = 128
@@ -203,11 +204,12 @@ def sync_folder(folder: str) -> None:
 class _Handle:
     """An open file. dirty: written since it was synced, so closing it could lose an error."""
 
-    __slots__ = ("direct", "dirty", "doomed", "fd", "users")
+    __slots__ = ("direct", "dirty", "doomed", "fd", "users", "writable")
 
-    def __init__(self, fd: int, direct: bool) -> None:
+    def __init__(self, fd: int, *, direct: bool, writable: bool) -> None:
         self.fd = fd
         self.direct = direct
+        self.writable = writable
         self.users = 1
         self.dirty = False
         self.doomed = False
@@ -355,7 +357,7 @@ class SegmentFiles:
         write: bool,
     ) -> int:
         while True:
-            with self._use(segment_id) as handle:
+            with self._use(segment_id, write=write) as handle:
                 handle.dirty |= write
                 try:
                     done = self._move(call, handle.fd, offset, buffers)
@@ -385,23 +387,34 @@ class SegmentFiles:
     # ------------------------------------------------------------------ open files
 
     @contextlib.contextmanager
-    def _use(self, segment_id: int) -> Iterator[_Handle]:
-        handle = self._enter(segment_id)
+    def _use(self, segment_id: int, *, write: bool = False) -> Iterator[_Handle]:
+        handle = self._opened(segment_id, write) or self._enter(segment_id, write)
         try:
             yield handle
         finally:
             self._leave(handle)
 
-    def _enter(self, segment_id: int) -> _Handle:
-        handle = self._opened(segment_id)
-        if handle is not None:
+    def _opened(self, segment_id: int, write: bool) -> _Handle | None:
+        with self._guard:
+            if self._closed:
+                raise OSError(errno.EBADF, "the files are closed", self._folder)
+            handle = self._handles.get(segment_id)
+            if handle is None or not self._serves(handle, write):
+                return None
+            handle.users += 1
+            self._handles.move_to_end(segment_id)
             return handle
-        made = self._open(segment_id)
+
+    def _serves(self, handle: _Handle, write: bool) -> bool:
+        return handle.direct == (not self._no_direct) and (handle.writable or not write)
+
+    def _enter(self, segment_id: int, write: bool) -> _Handle:
+        made = self._open(segment_id, write)
         idle: _Handles = []
         with self._guard:
             other = self._handles.get(segment_id)
-            if self._closed or (other is not None and other.direct == made.direct):
-                made.doomed = True  # ours serves this one call
+            if self._closed or (other is not None and self._serves(other, write)):
+                made.doomed = True  # another thread was faster: ours serves this one call
             else:
                 if other is not None and self._doom(other):
                     idle.append(other)
@@ -412,28 +425,27 @@ class SegmentFiles:
             os.close(old.fd)
         return made
 
-    def _opened(self, segment_id: int) -> _Handle | None:
-        with self._guard:
-            if self._closed:
-                raise OSError(errno.EBADF, "the files are closed", self._folder)
-            handle = self._handles.get(segment_id)
-            if handle is None or (handle.direct and self._no_direct):
-                return None
-            handle.users += 1
-            self._handles.move_to_end(segment_id)
-            return handle
+    def _open(self, segment_id: int, write: bool) -> _Handle:
+        try:
+            return self._open_as(segment_id, os.O_RDWR)
+        except OSError as error:
+            if write or _TROUBLE_OF.get(error.errno or 0) is not Trouble.READ_ONLY:
+                raise
+            return self._open_as(segment_id, os.O_RDONLY)
 
-    def _open(self, segment_id: int) -> _Handle:
+    def _open_as(self, segment_id: int, access: int) -> _Handle:
         path = self._path(segment_id)
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        writable = access == os.O_RDWR
+        flags = access | os.O_NOFOLLOW | os.O_CLOEXEC
         if not self._no_direct:
             try:
-                return _Handle(self._calls.open(path, flags | os.O_DIRECT, 0), direct=True)
+                fd = self._calls.open(path, flags | os.O_DIRECT, 0)
+                return _Handle(fd, direct=True, writable=writable)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self._no_direct = "the file system refuses direct I/O: the page cache is in between"
-        return _Handle(self._calls.open(path, flags, 0), direct=False)
+        return _Handle(self._calls.open(path, flags, 0), direct=False, writable=writable)
 
     def _surplus(self) -> _Handles:
         """Takes out what is open beyond the limit, longest unused first. The guard is held."""

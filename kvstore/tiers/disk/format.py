@@ -1,15 +1,9 @@
-"""Format 1 of the disk tier: what is in a record's header, in an index row, and in the folder.
-
-    <path>/FORMAT            "kvstore-disk 1\\n" and the folder's UUID
-    <path>/lock              locked with flock by the daemon that has the folder
-    <path>/index/            LMDB: a row a block, a row a segment
-    <path>/segments/<id>.seg equal slots of record_bytes(block bytes): header page, then payload
-    <path>/aside/            what could not be opened
+"""Format 1 of the disk tier: what is in a record's header and in an index row.
 
 A record proves whose it is. Its header is one page: a little-endian struct, zeros, and the xxh3-64
 of all before. Whatever is wrong with it is named by a `Finding`: no combination of flipped bytes,
-short reads or swapped records gives back a header that belongs to another block. Rows need no
-checksum of their own, since every field of a row is in the header, too.
+short reads or swapped records gives back a header that belongs to another block. Every field of a
+row is in the header, too, so a wrong row is found out by the record that it leads to.
 
 Where magic, version and header checksum are is the same in every future version, so that damage is
 never taken for one. Pure. The disk tier, its index and its verifier import it.
@@ -19,10 +13,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import re
 import struct
-import uuid
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import xxhash
@@ -40,12 +32,6 @@ HEADER_BYTES = PAGE_BYTES
 KEY_BYTES = 32
 DIGEST_BYTES = 32
 CHECKSUM_BYTES = 16
-
-FORMAT_FILE = "FORMAT"
-LOCK_FILE = "lock"
-INDEX_FOLDER = "index"
-SEGMENTS_FOLDER = "segments"
-ASIDE_FOLDER = "aside"
 
 _NO_KEY = bytes(KEY_BYTES)
 NO_DIGEST = bytes(DIGEST_BYTES)
@@ -123,6 +109,17 @@ class Row(NamedTuple):
     checksum: bytes
     parent: bytes
     depth: int
+
+
+class Promise(Protocol):
+    """What has to be known of a block to tell its record from any other: a Row, or less."""
+
+    @property
+    def generation(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def checksum(self) -> bytes: ...
 
 
 class Segment(NamedTuple):
@@ -246,13 +243,14 @@ def compare(
     *,
     space_id: int,
     key: bytes,
-    row: Row,
+    row: Promise,
     fingerprint_digest: bytes | None = None,
     tenant_digest: bytes | None = None,
 ) -> Fault | None:
     """Why `header` is not that of the block which `row` promises; None if it is.
 
-    None for a digest: not known to the caller, not compared.
+    None for a digest: not known to the caller, not compared; likewise parent and depth of a promise
+    that is no Row.
     """
     if header.space_id != space_id:
         return _other("space", header.space_id, space_id)
@@ -267,10 +265,12 @@ def compare(
         return _other("fingerprint", found, fingerprint_digest[:4].hex())
     if tenant_digest is not None and header.tenant_digest != tenant_digest:
         return _other("tenant", header.tenant_digest[:4].hex(), tenant_digest[:4].hex())
-    if header.parent != row.parent:
-        return _other("parent", header.parent[:4].hex() or "none", row.parent[:4].hex() or "none")
-    if header.depth != row.depth:
-        return _other("depth", header.depth, row.depth)
+    if isinstance(row, Row):
+        if header.parent != row.parent:
+            found = header.parent[:4].hex() or "none"
+            return _other("parent", found, row.parent[:4].hex() or "none")
+        if header.depth != row.depth:
+            return _other("depth", header.depth, row.depth)
     if header.checksum != row.checksum:
         return _other("checksum", header.checksum[:4].hex(), row.checksum[:4].hex())
     return None
@@ -292,7 +292,7 @@ def check_record(
     *,
     space_id: int,
     key: bytes,
-    row: Row,
+    row: Promise,
     fingerprint_digest: bytes | None = None,
     tenant_digest: bytes | None = None,
 ) -> Fault | None:
@@ -401,52 +401,6 @@ def unpack_segment_key(packed: Packed) -> int | Fault:
         return Fault(Finding.TRUNCATED, detail=f"{len(packed)} of {_SEGMENT_KEY.size} bytes")
     (segment_id,) = _SEGMENT_KEY.unpack(packed)
     return int(segment_id)
-
-
-# ---------------------------------------------------------------- folder
-
-_FORMAT_TEXT = re.compile(rb"kvstore-disk ([1-9][0-9]{0,8})\n(?s:(.*))")
-_SEGMENT_NAME = re.compile(r"([0-9a-f]{8})\.seg")
-
-
-def format_text(folder_id: uuid.UUID) -> bytes:
-    """What the file FORMAT holds."""
-    return f"kvstore-disk {VERSION}\n{folder_id}\n".encode("ascii")
-
-
-def read_format_text(text: bytes) -> uuid.UUID | Fault:
-    """The folder's id, or why it is no folder of this format. What follows the first line of a
-    future version is not looked at.
-    """
-    match = _FORMAT_TEXT.fullmatch(text)
-    if match is None:
-        return Fault(
-            Finding.FOREIGN if text else Finding.EMPTY, detail=f"{FORMAT_FILE} is not ours"
-        )
-    version = int(match[1])
-    if version != VERSION:
-        detail = f"format {version}, this build reads {VERSION}"
-        return Fault(Finding.FUTURE_VERSION, detail=detail)
-    try:
-        folder_id = uuid.UUID(match[2].decode("ascii").strip())
-    except ValueError:
-        return Fault(Finding.HEADER_DAMAGED, detail=f"{FORMAT_FILE} names no folder id")
-    if format_text(folder_id) != text:
-        return Fault(Finding.HEADER_DAMAGED, detail=f"{FORMAT_FILE} holds more than it should")
-    return folder_id
-
-
-def segment_name(segment_id: int) -> str:
-    """The file's name: eight hex digits, so that names sort as ids do."""
-    if not 0 <= segment_id < 1 << 32:
-        raise ValueError(f"segment id {segment_id} is not a u32")
-    return f"{segment_id:08x}.seg"
-
-
-def segment_of(name: str) -> int | None:
-    """The id of the segment whose file has this name; None if it is no segment's."""
-    match = _SEGMENT_NAME.fullmatch(name)
-    return None if match is None else int(match[1], 16)
 
 
 # ---------------------------------------------------------------- parts
