@@ -7,7 +7,12 @@ it. The target's generation is written before its first byte, so that a reader o
 notices. The checksum is that of the bytes that arrived. A failed copy is answered with its reason;
 a defect is answered as INTERNAL and logged, so that nobody waits for ever.
 
-`submit`, `forget` and `close` belong to the event loop's thread. The executors are the caller's.
+Saves and forgettings go to one thread, in batches, since an archive pays for each commit and not
+for its size. While that thread is stalled, saves are given up at once: the slots that they read are
+needed by those who put.
+
+`submit`, `forget`, `relieve` and `close` belong to the event loop's thread. The executors are the
+caller's.
 """
 
 from __future__ import annotations
@@ -25,13 +30,18 @@ from kvstore.core.effects import Copy, Forget
 from kvstore.gather import copy_hashed
 from kvstore.model.reasons import KVStoreError, Reason
 from kvstore.model.values import STAGING, Place
-from kvstore.tiers.base import Archive, PoolMemory
+from kvstore.tiers.base import Archive, PoolMemory, Saved, SavedBlock
 
 log = logging.getLogger(__name__)
 
 TURN_BYTES_MAX = 4 << 20
 """A worker takes so much at a time: what is submitted meanwhile waits about two milliseconds."""
 TURN_COPIES_MAX = 64
+SAVE_BYTES_MAX = 64 << 20
+"""Saves of one group commit. Its fixed cost is that of writing 20 MiB; its slots wait for it."""
+SAVES_MAX = 1024
+STALL_NS = 2 * 10**9
+"""A batch of saves that takes longer is stalled: about 20 times what the slowest disk needs."""
 
 
 class Completion(NamedTuple):
@@ -60,14 +70,26 @@ class _Task:
 _Use = tuple[tuple[object, ...], bool]  # what is used, and whether beside others
 
 
+_Ended = tuple[_Task, "Completion | bool"]  # bool: of a forgetting, whether it is durable
+
+
 class _Lane:
-    """Tasks that are ready for the workers of one executor."""
+    """Tasks that are ready for the workers of one executor, and how many one takes at a time."""
 
-    __slots__ = ("active", "executor", "ready", "workers")
+    __slots__ = ("active", "bytes_max", "copies_max", "executor", "ready", "workers")
 
-    def __init__(self, executor: Executor, workers: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        workers: int,
+        *,
+        bytes_max: int = TURN_BYTES_MAX,
+        copies_max: int = TURN_COPIES_MAX,
+    ) -> None:
         self.executor = executor
         self.workers = workers
+        self.bytes_max = bytes_max
+        self.copies_max = copies_max
         self.active = 0
         self.ready: deque[_Task] = deque()
 
@@ -124,12 +146,15 @@ class Mover:
         workers: int = 2,
         archives: Mapping[int, Archive] | None = None,
         archive_executor: Executor | None = None,
-        archive_workers: int = 4,
+        archive_readers: int = 4,
+        on_forgotten: Callable[[int, bool], None] = lambda count, durable: None,
     ) -> None:
         """`pools` by tier, STAGING among them. `post` runs a callable on the event loop's thread,
         from any thread (call_soon_threadsafe); it is called once for a batch of completions, which
         `on_done` then gets. Copies from and to `archives` wait for a device, so they have an
-        executor of their own: a commit never queues behind a disk.
+        executor of their own, with one thread more than readers: a commit never queues behind a
+        disk. `on_forgotten` is told on the loop's thread how many forgettings have ended, and
+        whether an archive will remember them.
         """
         if archives and archive_executor is None:
             raise ValueError("archives need an executor of their own")
@@ -139,7 +164,14 @@ class Mover:
         self._post = post
         self._on_done = on_done
         self._pool_lane = _Lane(executor, workers)
-        self._archive_lane = _Lane(archive_executor or executor, archive_workers)
+        self._read_lane = _Lane(archive_executor or executor, archive_readers)
+        self._write_lane = _Lane(
+            archive_executor or executor, 1, bytes_max=SAVE_BYTES_MAX, copies_max=SAVES_MAX
+        )
+        self._lanes = (self._pool_lane, self._read_lane, self._write_lane)
+        self._writing_since_ns: int | None = None
+        self._on_forgotten = on_forgotten
+        self._forgotten: list[bool] = []
         self._guard = threading.Lock()
         self._order = _Order()
         self._in_flight = 0
@@ -165,6 +197,20 @@ class Mover:
                     task.lane.ready.append(task)
             starts = self._starts()
         self._start(starts)
+        self.relieve()
+
+    def relieve(self) -> None:
+        """Gives up the saves that wait behind a stalled one. Called now and then."""
+        since_ns = self._writing_since_ns
+        if since_ns is None or self._clock.monotonic_ns() - since_ns < STALL_NS:
+            return
+        with self._guard:
+            ready = self._write_lane.ready
+            saves = [task for task in ready if isinstance(task.effect, Copy)]
+            kept = [task for task in ready if not isinstance(task.effect, Copy)]
+            ready.clear()
+            ready.extend(kept)
+        self._end([(task, _failed(task, Reason.LIMIT_QUEUE)) for task in saves])
 
     def forget(self, effect: Forget) -> None:
         """Drops a name, or a whole space, from an archive, after what was submitted before."""
@@ -176,18 +222,17 @@ class Mover:
         """
         with self._guard:
             self._closed = True
-            for lane in (self._pool_lane, self._archive_lane):
+            for lane in self._lanes:
                 lane.ready.clear()
 
     # ------------------------------------------------------------------ order
 
     def _task(self, effect: Copy | Forget) -> _Task:
         uses = list(self._uses(effect))
-        if isinstance(effect, Forget):
-            return _Task(effect, self._archive_lane, uses)
-        tiers = (effect.source.tier, effect.target.tier)
-        slow = any(tier in self._archives for tier in tiers)
-        return _Task(effect, self._archive_lane if slow else self._pool_lane, uses)
+        if isinstance(effect, Forget) or effect.target.tier in self._archives:
+            return _Task(effect, self._write_lane, uses)
+        slow = effect.source.tier in self._archives
+        return _Task(effect, self._read_lane if slow else self._pool_lane, uses)
 
     def _uses(self, effect: Copy | Forget) -> Iterator[_Use]:
         if isinstance(effect, Forget):
@@ -205,7 +250,7 @@ class Mover:
     def _starts(self) -> list[_Lane]:
         """One entry for each worker to start. The guard is held."""
         starts: list[_Lane] = []
-        for lane in (self._pool_lane, self._archive_lane):
+        for lane in self._lanes:
             while lane.active < min(lane.workers, len(lane.ready)):
                 lane.active += 1
                 starts.append(lane)
@@ -218,11 +263,14 @@ class Mover:
     def _work(self, lane: _Lane) -> None:
         """One worker: takes turns until nothing is ready."""
         while turn := self._next_turn(lane):
-            ended: list[tuple[_Task, Completion | None]] = []
+            ended: list[_Ended] = []
             whole = False
             try:
-                for task in turn:
-                    self._run(task, ended)
+                if lane is self._write_lane:
+                    self._write(turn, ended)
+                else:
+                    for task in turn:
+                        self._run(task, ended)
                 whole = True
             finally:
                 if not whole:
@@ -230,7 +278,9 @@ class Mover:
                     with self._guard:
                         lane.active -= 1
                         if not self._closed:
-                            lane.ready.extendleft(reversed(turn[len(ended) :]))
+                            begun = {task for task, _ in ended}
+                            rest = [task for task in turn if task not in begun]
+                            lane.ready.extendleft(reversed(rest))
                 self._end(ended)
 
     def _next_turn(self, lane: _Lane) -> list[_Task]:
@@ -240,45 +290,83 @@ class Mover:
                 return []
             turn: list[_Task] = []
             turn_bytes = 0
-            share = max(1, min(len(lane.ready) // lane.workers, TURN_COPIES_MAX))
-            while lane.ready and len(turn) < share and turn_bytes < TURN_BYTES_MAX:
+            share = max(1, min(len(lane.ready) // lane.workers, lane.copies_max))
+            while lane.ready and len(turn) < share and turn_bytes < lane.bytes_max:
                 task = lane.ready.popleft()
                 turn.append(task)
                 turn_bytes += getattr(task.effect, "length", 0)
             return turn
 
-    def _run(self, task: _Task, ended: list[tuple[_Task, Completion | None]]) -> None:
-        effect = task.effect
+    def _run(self, task: _Task, ended: list[_Ended]) -> None:
+        """One copy between pools, or out of an archive."""
+        copy = task.effect
+        assert isinstance(copy, Copy), "an archive is written to by one thread"
         start_ns = self._clock.monotonic_ns()
-        checksum: bytes | None = None
-        reason = Reason.INTERNAL
+        outcome: Saved | None = None
         try:
-            if isinstance(effect, Forget):
-                self._archives[effect.tier].forget(effect.space_id, effect.key)
-            else:
-                checksum = self._copy(effect)
-            reason = Reason.OK
-        except KVStoreError as error:
-            reason = error.reason
-            # An archive may let a block age out between finding and loading it.
-            level = logging.INFO if reason is Reason.MISS_EVICTED else logging.WARNING
-            log.log(level, "mover: %s: %s", _name(effect), error)
-        except OSError as error:
-            reason = Reason.DISK_FULL if error.errno == errno.ENOSPC else Reason.IO_ERROR
-            log.warning("mover: %s: %s", _name(effect), error)
+            outcome = self._copy(copy)
+        except (KVStoreError, OSError) as error:
+            outcome = error
         finally:
-            completion = None
-            if isinstance(effect, Copy):
-                elapsed_ns = self._clock.monotonic_ns() - start_ns
-                ok = reason is Reason.OK
-                completion = Completion(effect.copy_id, ok, reason, checksum, elapsed_ns)
-            ended.append((task, completion))
+            elapsed_ns = self._clock.monotonic_ns() - start_ns
+            ended.append((task, _completion(copy, outcome, elapsed_ns)))
+
+    def _write(self, turn: list[_Task], ended: list[_Ended]) -> None:
+        """Forgettings, then saves: none depends on another, else it would not be ready."""
+        self._writing_since_ns = self._clock.monotonic_ns()
+        try:
+            for tier in self._archives:
+                self._forget(tier, turn, ended)
+            for tier in self._archives:
+                self._save(tier, turn, ended)
+        finally:
+            self._writing_since_ns = None
+
+    def _forget(self, tier: int, turn: list[_Task], ended: list[_Ended]) -> None:
+        tasks, names = [], []
+        for task in turn:
+            if isinstance(task.effect, Forget) and task.effect.tier == tier:
+                tasks.append(task)
+                names.append((task.effect.space_id, task.effect.key))
+        if not names:
+            return
+        durable = False
+        try:
+            self._archives[tier].forget(names)
+            durable = True
+        except (KVStoreError, OSError) as error:
+            log.warning("mover: %d names are not forgotten durably yet: %s", len(names), error)
+        finally:
+            ended += [(task, durable) for task in tasks]
+
+    def _save(self, tier: int, turn: list[_Task], ended: list[_Ended]) -> None:
+        tasks: list[tuple[_Task, Copy]] = []
+        blocks: list[SavedBlock] = []
+        for task in turn:
+            copy = task.effect
+            if isinstance(copy, Copy) and copy.target.tier == tier:
+                try:
+                    data = self._pools[copy.source.tier].view(copy.source, copy.length)
+                except KVStoreError as error:
+                    ended.append((task, _completion(copy, error, 0)))
+                    continue
+                tasks.append((task, copy))
+                blocks.append(SavedBlock(copy.space_id, copy.key, copy.parent, copy.depth, data))
+        if not blocks:
+            return
+        start_ns = self._clock.monotonic_ns()
+        outcomes: Sequence[Saved | None] = [None] * len(tasks)
+        try:
+            outcomes = self._archives[tier].save_batch(blocks)
+        finally:
+            elapsed_ns = self._clock.monotonic_ns() - start_ns
+            ended += [
+                (task, _completion(copy, outcome, elapsed_ns))
+                for (task, copy), outcome in zip(tasks, outcomes, strict=True)
+            ]
 
     def _copy(self, copy: Copy) -> bytes:
         source, target, length = copy.source, copy.target, copy.length
-        if target.tier in self._archives:
-            data = self._pools[source.tier].view(source, length)
-            return self._archives[target.tier].save(copy.space_id, copy.key, data)
         pool = self._pools[target.tier]
         into = pool.view(target, length)
         if source.tier in self._archives:
@@ -293,17 +381,20 @@ class Mover:
 
     # ------------------------------------------------------------------ answers
 
-    def _end(self, ended: list[tuple[_Task, Completion | None]]) -> None:
+    def _end(self, ended: list[_Ended]) -> None:
         with self._guard:
-            for task, completion in ended:
+            for task, outcome in ended:
                 self._in_flight -= 1
                 for freed in self._order.leave(task):
                     if not self._closed:
                         freed.lane.ready.append(freed)
-                if completion is not None:
-                    self._done.append(completion)
+                if isinstance(outcome, Completion):
+                    self._done.append(outcome)
+                else:
+                    self._forgotten.append(outcome)
             starts = self._starts()
-            wake = bool(self._done) and not self._posted and not self._closed
+            news = bool(self._done or self._forgotten)
+            wake = news and not self._posted and not self._closed
             self._posted |= wake
         self._start(starts)
         if wake:
@@ -312,10 +403,14 @@ class Mover:
     def _deliver(self) -> None:
         with self._guard:
             done, self._done = self._done, []
+            forgotten, self._forgotten = self._forgotten, []
             self._posted = False
             if self._closed:
                 return
-        self._on_done(done)
+        if done:
+            self._on_done(done)
+        if forgotten:
+            self._on_forgotten(len(forgotten), all(forgotten))
 
 
 def _archive_uses(tier: int, space_id: int, key: bytes) -> Iterator[_Use]:
@@ -325,9 +420,31 @@ def _archive_uses(tier: int, space_id: int, key: bytes) -> Iterator[_Use]:
         yield ("name", tier, space_id, key), False
 
 
-def _name(effect: Copy | Forget) -> str:
-    what = "forget" if isinstance(effect, Forget) else effect.why
-    return f"{what} of {effect.key[:4].hex() or 'space'} in space {effect.space_id}"
+def _completion(copy: Copy, outcome: Saved | None, elapsed_ns: int) -> Completion:
+    """None: a defect."""
+    if isinstance(outcome, bytes):
+        return Completion(copy.copy_id, True, Reason.OK, outcome, elapsed_ns)
+    reason = Reason.INTERNAL
+    if isinstance(outcome, KVStoreError):
+        reason = outcome.reason
+    elif isinstance(outcome, OSError):
+        reason = Reason.DISK_FULL if outcome.errno == errno.ENOSPC else Reason.IO_ERROR
+    if outcome is not None:
+        # An archive may let a block age out between finding and loading it, and says itself, once,
+        # that it takes no saves.
+        level = logging.INFO if reason is Reason.MISS_EVICTED else logging.WARNING
+        level = logging.DEBUG if copy.why == "save" else level
+        log.log(level, "mover: %s: %s", _name(copy), outcome)
+    return Completion(copy.copy_id, False, reason, None, elapsed_ns)
+
+
+def _failed(task: _Task, reason: Reason) -> Completion:
+    assert isinstance(task.effect, Copy), "a forgetting is not answered with a reason"
+    return Completion(task.effect.copy_id, False, reason, None, 0)
+
+
+def _name(copy: Copy) -> str:
+    return f"{copy.why} of {copy.key[:4].hex()} in space {copy.space_id}"
 
 
 def _log_defect(future: Future[None]) -> None:

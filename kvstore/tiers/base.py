@@ -6,12 +6,14 @@ of it. An archive's blocking calls run on the mover's threads only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.model.reasons import KVStoreError
 from kvstore.model.values import Place, Region
 
 Bytes = NDArray[np.uint8]
@@ -45,6 +47,18 @@ class PoolMemory(Protocol):
         ...
 
 
+class SavedBlock(NamedTuple):
+    """A block on its way into an archive. key: 32 bytes; parent: key of the block before it in its
+    prompt, empty for the first; depth: its index; data: uint8 [n].
+    """
+
+    space_id: int
+    key: bytes
+    parent: bytes
+    depth: int
+    data: Bytes
+
+
 class ArchiveUsage(NamedTuple):
     """What an archive holds now."""
 
@@ -53,20 +67,50 @@ class ArchiveUsage(NamedTuple):
     blocks: int
 
 
-class Archive(Protocol):
-    """Blocks addressed by (space, key), that ages by itself.
+@dataclass(frozen=True)
+class ArchiveStats:
+    """A snapshot of an archive, for people and metrics.
 
-    Except for `find` its methods block, and may be called from several threads at once, but never
-    for one name at the same time.
+    block_bytes: of the blocks that can be read. regions: files, or what else it is cut into. state:
+    a word, or the sentence that says what is wrong. gauges, counters: what else it tells, by names
+    that are parts of metrics' names, in the units that they end with; a counter's name may have a
+    label: "write_errors kind=full".
     """
 
+    capacity_bytes: int
+    used_bytes: int
+    block_bytes: int
+    blocks: int
+    free_slots: int
+    regions: int
+    evictions: int
+    state: str
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+Saved = bytes | KVStoreError | OSError
+"""The xxh3-128 digest of what was stored, or why it was not."""
+
+
+class Archive(Protocol):
+    """Blocks addressed by (space, key), that ages by itself and may outlive the process.
+
+    `find`, `describe`, `usage` and `stats` never wait for the device; the other methods do, and are
+    called by the mover's threads: `save_batch` and `forget` by one at a time, `load` by several at
+    once, but never for one name at the same time.
+    """
+
+    on_dropped: Callable[[int, list[bytes]], None]
+    """Called, on any thread, with a space and the keys in it that have aged out by themselves."""
+
     async def find(self, space_id: int, keys: Sequence[bytes]) -> Collection[bytes]:
-        """Those of `keys` that it holds. From memory: it never waits for the device."""
+        """Those of `keys` that it holds."""
         ...
 
-    def save(self, space_id: int, key: bytes, data: Bytes) -> bytes:
-        """Stores uint8 [n]; returns the xxh3-128 digest of what it stored. OSError by the device,
-        NoSpace if it takes nothing now.
+    def save_batch(self, blocks: Sequence[SavedBlock]) -> list[Saved]:
+        """Stores blocks, durably when it returns if it is a durable archive; what became of each.
+        A block that is held already stays as it is. Each name at most once.
         """
         ...
 
@@ -77,8 +121,21 @@ class Archive(Protocol):
         """
         ...
 
-    def forget(self, space_id: int, key: bytes) -> None:
-        """Drops a name; an empty key drops the whole space. Unknown names are no error."""
+    def forget(self, names: Sequence[tuple[int, bytes]]) -> None:
+        """Drops names (space id, key); an empty key drops the whole space. Unknown names are no
+        error. None is found from now on. OSError: not durably yet, which is tried again with
+        the next change.
+        """
+        ...
+
+    def describe(
+        self, space_id: int, tenant: str, fingerprint_digest: bytes, slot_bytes: int
+    ) -> None:
+        """Whose a space's blocks are, and the size of a slot that takes one. Told before its first
+        save, and after a restart again.
+        """
         ...
 
     def usage(self) -> ArchiveUsage: ...
+
+    def stats(self) -> ArchiveStats: ...

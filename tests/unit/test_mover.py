@@ -20,8 +20,8 @@ from kvstore import gather, shm
 from kvstore.core.effects import Copy, Forget
 from kvstore.model.reasons import BlockCorrupt, KVStoreError, Reason
 from kvstore.model.values import STAGING, Place, Region
-from kvstore.mover import TURN_BYTES_MAX, Completion, Mover
-from kvstore.tiers.base import ArchiveUsage, Bytes
+from kvstore.mover import SAVES_MAX, STALL_NS, TURN_BYTES_MAX, Completion, Mover
+from kvstore.tiers.base import ArchiveStats, ArchiveUsage, Bytes, Saved, SavedBlock
 from kvstore.tiers.host import HostTier
 
 SLOT = 4096
@@ -75,14 +75,21 @@ class MemoryArchive:
     def __init__(self) -> None:
         self.held: dict[tuple[int, bytes], bytes] = {}
         self.failure: Exception | None = None
+        self.batches: list[list[bytes]] = []
+        self.forgettings: list[list[tuple[int, bytes]]] = []
+        self.on_dropped = lambda space_id, keys: None
 
     async def find(self, space_id: int, keys: Sequence[bytes]) -> Collection[bytes]:
         return [key for key in keys if (space_id, key) in self.held]
 
-    def save(self, space_id: int, key: bytes, data: Bytes) -> bytes:
+    def save_batch(self, blocks: Sequence[SavedBlock]) -> list[Saved]:
+        self.batches.append([block.key for block in blocks])
+        if isinstance(self.failure, OSError | KVStoreError):
+            return [self.failure] * len(blocks)
         self._fail()
-        self.held[space_id, key] = data.tobytes()
-        return gather.digest(data)
+        for block in blocks:
+            self.held[block.space_id, block.key] = block.data.tobytes()
+        return [gather.digest(block.data) for block in blocks]
 
     def load(self, space_id: int, key: bytes, into: Bytes) -> bytes:
         self._fail()
@@ -91,12 +98,20 @@ class MemoryArchive:
         into[:] = np.frombuffer(self.held[space_id, key], np.uint8)
         return gather.digest(into)
 
-    def forget(self, space_id: int, key: bytes) -> None:
+    def forget(self, names: Sequence[tuple[int, bytes]]) -> None:
         self._fail()
-        for name in [
-            n for n in self.held if n == (space_id, key) or (not key and n[0] == space_id)
-        ]:
-            del self.held[name]
+        self.forgettings.append(list(names))
+        for name in list(self.held):
+            if name in names or (name[0], b"") in names:
+                del self.held[name]
+
+    def describe(
+        self, space_id: int, tenant: str, fingerprint_digest: bytes, slot_bytes: int
+    ) -> None:
+        raise AssertionError("the store tells an archive of spaces, not the mover")
+
+    def stats(self) -> ArchiveStats:
+        raise AssertionError("the mover asks for no numbers")
 
     def usage(self) -> ArchiveUsage:
         return ArchiveUsage(1 << 30, sum(map(len, self.held.values())), len(self.held))
@@ -123,14 +138,17 @@ class Bench:
         self.archive = MemoryArchive()
         self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
         self.batches: list[list[Completion]] = []
+        self.forgotten: list[tuple[int, bool]] = []
+        self.clock = StepClock()
         self.mover = Mover(
             {HOST: self.host, OTHER: self.pools[OTHER], STAGING: self.host},
-            clock=StepClock(),
+            clock=self.clock,
             post=self.posted.put,
             on_done=lambda batch: self.batches.append(list(batch)),
             executor=executor,
             archives={DISK: self.archive},
             archive_executor=archive_executor,
+            on_forgotten=lambda count, durable: self.forgotten.append((count, durable)),
         )
 
     def deliver(self) -> list[Completion]:
@@ -145,7 +163,7 @@ class Bench:
         return self.deliver()
 
     def wait_until_idle(self) -> None:
-        """Forgettings are not answered."""
+        """Forgettings are answered apart."""
         deadline = time.monotonic() + HUNG_S
         while self.mover.in_flight:
             assert time.monotonic() < deadline, "hung"
@@ -385,6 +403,76 @@ def test_order_leaves_nothing_behind(
     assert bench.mover._order._shared == {}
 
 
+# ---------------------------------------------------------------- saves in batches
+
+
+def test_saves_of_a_submit_are_one_batch(bench: Bench, disk_steps: StepExecutor) -> None:
+    bench.mover.submit([save(n, n, bytes([n])) for n in range(3)])
+    bench.mover.submit([save(3, 3, b"later")])
+    assert disk_steps.submitted == 1, "one thread writes to an archive"
+    disk_steps.run()
+    assert bench.archive.batches == [[bytes([0]), bytes([1]), bytes([2]), b"later"]]
+    assert [done.ok for done in bench.deliver()] == [True] * 4
+    assert len(bench.batches) == 1
+
+
+def test_a_batch_of_saves_is_bounded_in_number_and_bytes(
+    bench: Bench, disk_steps: StepExecutor
+) -> None:
+    bench.mover.submit([save(n, n, b"%d" % n) for n in range(SAVES_MAX + 2)])
+    lane = bench.mover._write_lane
+    lane.bytes_max = 10 * SLOT
+    assert len(bench.mover._next_turn(lane)) == 10
+    lane.bytes_max = SAVES_MAX * SLOT * 2
+    assert len(bench.mover._next_turn(lane)) == SAVES_MAX - 8
+
+
+def test_a_save_of_many_does_not_hold_up_loads(bench: Bench, disk_steps: StepExecutor) -> None:
+    bench.archive.held[1, b"old"] = bytes([60]) * SLOT
+    bench.mover.submit([save(1, 0), load(2, 1, b"old")])
+    assert disk_steps.submitted == 2
+    disk_steps.step()
+    assert [done.copy_id for done in bench.deliver()] == [2]
+
+
+def test_forgettings_are_one_batch_and_are_told(bench: Bench, disk_steps: StepExecutor) -> None:
+    bench.mover.submit([save(1, 0), Forget(DISK, 1, b"a"), Forget(DISK, 2, b"")])
+    disk_steps.run()
+    bench.deliver()
+    assert bench.archive.forgettings == [[(1, b"a"), (2, b"")]]
+    assert bench.forgotten == [(2, True)]
+    bench.archive.failure = OSError(errno.EIO, "broken")
+    bench.mover.submit([Forget(DISK, 1, b"k")])
+    disk_steps.run()
+    bench.deliver()
+    assert bench.forgotten == [(2, True), (1, False)]
+
+
+def test_saves_behind_a_stalled_one_are_given_up(bench: Bench, disk_steps: StepExecutor) -> None:
+    bench.mover._write_lane.copies_max = 1
+    stalled: list[list[int]] = []
+
+    class Stalling(MemoryArchive):
+        def save_batch(self, blocks: Sequence[SavedBlock]) -> list[Saved]:
+            bench.mover.submit([save(2, 1, b"queued"), commit(3, 0, 1)])
+            bench.deliver()
+            bench.clock.now_ns += STALL_NS
+            bench.mover.relieve()
+            bench.mover.submit([save(4, 2, b"refused"), Forget(DISK, 1, b"queued")])
+            stalled.append([done.copy_id for done in bench.deliver()])
+            return super().save_batch(blocks)
+
+    bench.mover._archives[DISK] = archive = Stalling()
+    bench.mover.submit([save(1, 0)])
+    disk_steps.run()
+    assert stalled == [[2, 4]], "given up at once; their slots can be filled"
+    assert bench.archive.forgettings == []
+    done = {one.copy_id: one.reason for one in bench.deliver()}
+    assert done == {1: Reason.OK, 2: Reason.LIMIT_QUEUE, 4: Reason.LIMIT_QUEUE}
+    assert archive.forgettings == [[(1, b"queued")]]
+    assert [task.effect for task in bench.mover._pool_lane.ready] == [commit(3, 0, 1)]
+
+
 SLOT_OF_ANY = st.tuples(st.sampled_from([HOST, OTHER]), st.integers(0, SLOTS - 1))
 KEYS = st.sampled_from([b"a", b"b"])
 
@@ -424,7 +512,7 @@ def test_many_threads_end_as_one_would(batches: list[list[Copy | Forget]]) -> No
             alone.mover.submit([effect])
             step.run()
     expected = outcome(alone, alone.deliver())
-    with ThreadPoolExecutor(2) as pool, ThreadPoolExecutor(4) as disk:
+    with ThreadPoolExecutor(2) as pool, ThreadPoolExecutor(5) as disk:
         crowd = Bench(pool, disk)
         for batch in numbered:
             crowd.mover.submit(batch)
