@@ -15,7 +15,7 @@ from kvstore.core.arena import Arena
 from kvstore.core.books import Books
 from kvstore.core.decisions import Decisions
 from kvstore.core.effects import Effect
-from kvstore.core.leases import ReadLease, Session, WriteLease
+from kvstore.core.leases import ReadLease, Session, WriteLease, WriteState
 from kvstore.core.moves import Moves
 from kvstore.core.names import Names
 from kvstore.core.openings import Openings
@@ -274,6 +274,17 @@ class Core:
             return Reserved(0, [], [], 0, 0, 0, Reason.TOO_MANY_KEYS, 0)
         return self._writes.reserve(
             known, space_id, list(chain), max(first, 0), part, attempt, until_ns, now_ns
+        )
+
+    def is_reserved(self, session: int, lease_id: int) -> bool:
+        """Whether the session's reservation may be filled: neither given up, expired nor committed.
+        Its ranges of staging may be another one's afterwards.
+        """
+        known, lease = self._session(session), self.books.leases.get(lease_id)
+        return (
+            isinstance(lease, WriteLease)
+            and lease.session is known
+            and lease.state is WriteState.RESERVED
         )
 
     def commit(self, session: int, lease_id: int, durable: bool, now_ns: int) -> Committed:

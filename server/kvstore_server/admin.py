@@ -3,11 +3,13 @@ encode."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
 import kvstore
+from kvstore.model.fields import WEIGHT_EPOCH_MAX, check_name
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore.model.record import Ring
 from kvstore.store import Store
@@ -22,6 +24,9 @@ Reply = TypeVar("Reply")
 
 TENANT = "admin"
 TRACE_LAST_DEFAULT = 100
+WHY_BYTES_MAX = 1_024
+TRACE_SPARE_BYTES = 4_096
+LINE_HEAD_BYTES = 6  # tag and length of one record in the message
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
@@ -129,12 +134,28 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
     async def _explain(self, request: pb.AdminExplainRequest, call: Call) -> store_pb2.ExplainReply:
         keys = self._boundary.keys(request.keys)
+        self._known_tenant(request.tenant)
         if request.HasField("fingerprint"):
             fingerprint = convert.fingerprint_from_wire(request.fingerprint)
-            return explain_offer(self._store, request.tenant, b"", fingerprint, keys)
+            tenant = request.tenant or self._only_tenant()
+            return await explain_offer(self._store, tenant, b"", fingerprint, keys)
         # A tenant that is named sees what it would see: another's space looks like none.
         tenant = request.tenant or self._tenant_of(request.space_id)
-        return explain_keys(self._store, tenant, request.space_id, keys)
+        return await explain_keys(self._store, tenant, request.space_id, keys)
+
+    def _tenants(self) -> list[str]:
+        return [row.tenant for row in self._core.stats().tenants]
+
+    def _known_tenant(self, name: str) -> None:
+        """Refuses a tenant that is not configured; "" stands for all."""
+        if name and name not in (names := self._tenants()):
+            raise BadRequest(Reason.BAD_NAME, f"tenants are {', '.join(names)}", "tenants")
+
+    def _only_tenant(self) -> str:
+        names = self._tenants()
+        if len(names) > 1:
+            raise BadRequest(Reason.BAD_NAME, f"name one of {', '.join(names)}", "tenants")
+        return names[0]
 
     def _tenant_of(self, space_id: int) -> str:
         for row in self._core.spaces():
@@ -146,10 +167,18 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return await self._run("trace", context, partial(self._trace, request))
 
     async def _trace(self, request: pb.TraceRequest, call: Call) -> pb.TraceReply:
-        records = self._ring.select(
-            request.last or TRACE_LAST_DEFAULT, request.request_id, request.outcome
-        )
-        return pb.TraceReply(records=[record.to_json_line() for record in records])
+        """The newest that match, as many as a message holds, oldest first."""
+        lines: list[str] = []
+        left_bytes = self._boundary.limits.message_bytes_max - TRACE_SPARE_BYTES
+        last = request.last or TRACE_LAST_DEFAULT
+        for record in reversed(self._ring.select(last, request.request_id, request.outcome)):
+            line = record.to_json_line()
+            left_bytes -= len(line) + LINE_HEAD_BYTES
+            if left_bytes < 0:
+                break
+            lines.append(line)
+            await asyncio.sleep(0)  # a long prompt's line takes milliseconds: others get their turn
+        return pb.TraceReply(records=reversed(lines))
 
     async def Config(self, request: pb.ConfigRequest, context: Context) -> pb.ConfigReply:
         return await self._run("config", context, self._config)
@@ -171,6 +200,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 Reason.BAD_REQUEST,
                 "name one of: a space, a model, or everything of a tenant or all",
             )
+        bound_text(request.why, "why", WHY_BYTES_MAX)
+        self._known_tenant(request.tenant)
         keys = self._boundary.keys(request.keys)
         if keys and not request.space_id:
             raise BadRequest(Reason.BAD_REQUEST, "keys are named within a space")
@@ -185,7 +216,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             why=request.why,
             now_ns=self._store.clock.monotonic_ns(),
         )
-        await self._store.durable(dropped.ticket)
+        await self._store.durable(dropped.ticket, self._boundary.left_ns(call))
         return pb.InvalidateReply(dropped_blocks=dropped.blocks, spaces=dropped.spaces)
 
     async def SetWeightEpoch(
@@ -194,12 +225,14 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return await self._run("epoch", context, partial(self._epoch, request))
 
     async def _epoch(self, request: pb.SetWeightEpochRequest, call: Call) -> pb.SetWeightEpochReply:
-        if not request.model_name:
-            raise BadRequest(Reason.BAD_NAME, "model_name is empty")
+        check_name(request.model_name, "model_name")
+        bound_text(request.why, "why", WHY_BYTES_MAX)
+        if request.epoch > WEIGHT_EPOCH_MAX:
+            raise BadRequest(Reason.BAD_SIZE, f"an epoch is at most {WEIGHT_EPOCH_MAX}")
         done = self._core.set_epoch(
             request.model_name, request.epoch, request.why, self._store.clock.monotonic_ns()
         )
-        durable = await self._store.durable(done.ticket)
+        durable = await self._store.durable(done.ticket, self._boundary.left_ns(call))
         return pb.SetWeightEpochReply(
             epoch=done.epoch,
             closed_spaces=done.closed_spaces,
@@ -257,7 +290,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
     async def _review(self, request: pb.ReviewRequest, call: Call) -> pb.ReviewReply:
         bound_text(request.who, "who")
-        bound_text(request.why, "why")
+        bound_text(request.why, "why", WHY_BYTES_MAX)
         if request.approve and not request.revision:
             raise BadRequest(Reason.BAD_NAME, "an approval names the weights revision vouched for")
         clock = self._store.clock
@@ -270,7 +303,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             now_ns=clock.monotonic_ns(),
             wall_s=clock.wall_s(),
         )
-        durable = await self._store.durable(reviewed.ticket)
+        durable = await self._store.durable(reviewed.ticket, self._boundary.left_ns(call))
         call.reason = reviewed.reason
         return pb.ReviewReply(
             reason=convert.reason_to_wire(reviewed.reason),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -18,7 +18,7 @@ import grpc
 
 from kvstore.config import Limits
 from kvstore.model.fingerprint import Difference
-from kvstore.model.keys import unpack_keys
+from kvstore.model.keys import KEY_BYTES, unpack_keys
 from kvstore.model.reasons import BadRequest, KVStoreError, NoSpace, Reason
 from kvstore.model.record import RecordBuilder, Ring
 from kvstore.store import NS_PER_MS, Session, Store
@@ -32,21 +32,27 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Reply = TypeVar("Reply")
 
 TEXT_BYTES_MAX = 128
+DETAIL_CHARS_MAX = 512
+"""Of an error's text: it travels in trailing metadata, which gRPC bounds."""
 DEADLINE_MARGIN_NS = 5 * NS_PER_MS
 """An answer is sent this long before the caller's deadline, so that it still arrives."""
-WAIT_NS_DEFAULT = 10_000 * NS_PER_MS
-"""How long a call without a deadline may wait."""
 
 
 @dataclass(slots=True)
 class Call:
-    """One call under way: who asks, until when, and the record that its body fills."""
+    """One call under way: who asks, until when, and the record that its body fills.
 
-    session: Session | None
+    send: sends a message of a streamed answer, and waits while the reader is slow. answered: the
+    record is finished; what is left of the call is a stream that only lives.
+    """
+
     until_ns: int
     record: RecordBuilder
+    send: Callable[[Any], Awaitable[None]]
+    session: Session | None = None
     reason: Reason = Reason.OK
     tier: str = ""
+    answered: bool = False
 
     def the_session(self) -> Session:
         assert self.session is not None, "the body of a call with a session"
@@ -72,6 +78,8 @@ class Boundary:
         )
         self._active = 0
 
+    # ------------------------------------------------------------------ in and out
+
     async def run(
         self,
         op: str,
@@ -82,74 +90,117 @@ class Boundary:
         secret: bytes | None = None,
         request_id: str = "",
     ) -> Reply:
-        """Runs `body`; a KVStoreError becomes a status with an ErrorDetail."""
+        """Runs `body`; a KVStoreError becomes a status with an ErrorDetail.
+
+        `secret` None: the call has no session, or `body` identifies it.
+        """
         call = self._start(op, context, tenant, request_id)
-        self._active += 1
         try:
-            self._admit(call, tenant, secret, request_id)
-            return await body(call)
+            if self._active > self.limits.concurrent_calls_max:
+                raise NoSpace(
+                    Reason.LIMIT_QUEUE,
+                    f"{self._active - 1} calls are under way",
+                    "limits.concurrent_calls_max",
+                )
+            if secret is not None:
+                self.identify(call, secret, request_id)
+                self.stage(call, "input")
+            reply = await body(call)
+            self.finish(call)
+            return reply
         except KVStoreError as error:
-            await self._fail(call, context, error)
-        except asyncio.CancelledError:
-            call.reason = Reason.CANCELLED
+            failure = error
+        except (asyncio.CancelledError, grpc.aio.BaseError):
+            # The caller is gone, or its deadline is over; it hears of neither from us.
+            over = self.left_ns(call) <= 0
+            call.reason = Reason.DEADLINE_EXCEEDED if over else Reason.CANCELLED
+            self.finish(call)
             raise
         except Exception:
             log.exception("%s failed: a defect", op)
-            call.reason = Reason.INTERNAL
-            await self._fail(call, context, KVStoreError(Reason.INTERNAL, "see the daemon's log"))
-        finally:
-            self._active -= 1
-            self._finish(op, call)
+            failure = KVStoreError(Reason.INTERNAL, "see the daemon's log")
+        await self._refuse(call, context, failure)
         raise AssertionError("aborting a call raises")
 
-    async def stream(
-        self,
-        op: str,
-        context: Context,
-        body: Callable[[Call], AsyncIterator[Reply]],
-        *,
-        tenant: str,
-        secret: bytes | None,
-        request_id: str = "",
-    ) -> AsyncIterator[Reply]:
-        """As `run`, for a call that answers with a stream."""
-        call = self._start(op, context, tenant, request_id)
+    def identify(self, call: Call, secret: bytes, request_id: str) -> None:
+        """Finds the session of a call. KVStoreError(SESSION_UNKNOWN), BadRequest(BAD_NAME)."""
+        call.session = self.store.session_by_secret(secret, call.record.tenant)
+        if call.session is None:
+            raise KVStoreError(Reason.SESSION_UNKNOWN, "attach first")
+        call.record.engine_id = call.session.engine_id
+        bound_text(request_id, "request_id")
+
+    def finish(self, call: Call) -> None:
+        """Ends the record, and the place among the calls under way. Idempotent."""
+        if call.answered:
+            return
+        call.answered = True
+        self._active -= 1
+        record = call.record.finish(call.reason, self.store.clock.monotonic_ns())
+        if self.ring is not None:
+            self.ring.append(record)
+        self.metrics.request(record.verb, call.reason, call.tier, record.elapsed_us / 1e6)
+
+    def _start(self, op: str, context: Context, tenant: str, request_id: str) -> Call:
+        now_ns = self.store.clock.monotonic_ns()
+        left_s = cast("float | None", context.time_remaining())  # None without a deadline
+        # Without a deadline a call has as long as a reservation lives.
+        left_ns = self.limits.reserve_ttl_ms * NS_PER_MS if left_s is None else int(left_s * 1e9)
+        record = RecordBuilder(
+            op,
+            request_id[:TEXT_BYTES_MAX],
+            tenant,
+            now_ns,
+            self.store.clock.wall_s(),
+            settings=self._settings,
+        )
         self._active += 1
-        try:
-            self._admit(call, tenant, secret, request_id)
-            async for reply in body(call):
-                yield reply
-        except KVStoreError as error:
-            await self._fail(call, context, error)
-        except (asyncio.CancelledError, GeneratorExit):
-            call.reason = Reason.CANCELLED
-            raise
-        except Exception:
-            log.exception("%s failed: a defect", op)
-            await self._fail(call, context, KVStoreError(Reason.INTERNAL, "see the daemon's log"))
-        finally:
-            self._active -= 1
-            self._finish(op, call)
+        return Call(now_ns + left_ns, record, context.write)
 
-    def keys(self, packed: bytes, name: str = "keys") -> list[bytes]:
-        """Unpacks and bounds the keys of a request."""
-        keys = unpack_keys(packed)
-        if len(keys) > self.limits.keys_per_call_max:
-            raise BadRequest(
-                Reason.TOO_MANY_KEYS,
-                f"{name} has {len(keys)} keys, {self.limits.keys_per_call_max} at most in a call",
-                "limits.keys_per_call_max",
-            )
-        return list(keys)
+    async def _refuse(self, call: Call, context: Context, error: KVStoreError) -> None:
+        error.detail = error.detail[:DETAIL_CHARS_MAX]
+        call.reason = error.reason
+        call.record.fail(error.reason, error.detail)
+        # Before the status is sent: a reader who has stopped reading would hold its place with it.
+        self.finish(call)
+        await context.abort(
+            status.code_of(error.reason),
+            str(error),
+            trailing_metadata=((status.DETAIL_KEY, status.detail_of(error)),),
+        )
 
-    def wait_ns(self, call: Call, wait_ms: int) -> int:
-        """How long this call may wait: what it asks for, but not past its own deadline."""
-        left_ns = call.until_ns - self.store.clock.monotonic_ns() - DEADLINE_MARGIN_NS
-        return max(0, min(wait_ms * NS_PER_MS, left_ns))
+    # ------------------------------------------------------------------ time
 
     def left_ns(self, call: Call) -> int:
         """How long this call may still take."""
         return max(0, call.until_ns - self.store.clock.monotonic_ns() - DEADLINE_MARGIN_NS)
+
+    def wait_ns(self, call: Call, wait_ms: int) -> int:
+        """How long this call may wait for blocks: what it asks for, but not past its deadline; what
+        it holds meanwhile is held no longer than a lease.
+        """
+        wait_ms = min(wait_ms, self.limits.lease_ttl_ms)
+        return min(wait_ms * NS_PER_MS, self.left_ns(call))
+
+    async def within(self, call: Call, streaming: Awaitable[Reply]) -> Reply:
+        """Awaits what a slow peer may stretch. KVStoreError(DEADLINE_EXCEEDED)."""
+        try:
+            return await asyncio.wait_for(streaming, self.left_ns(call) / 1e9)
+        except asyncio.TimeoutError:
+            raise KVStoreError(Reason.DEADLINE_EXCEEDED, "the peer is slow") from None
+
+    # ------------------------------------------------------------------ what bodies use
+
+    def keys(self, packed: bytes, name: str = "keys") -> list[bytes]:
+        """Unpacks and bounds the keys of a request."""
+        count = len(packed) // KEY_BYTES
+        if count > self.limits.keys_per_call_max:
+            raise BadRequest(
+                Reason.TOO_MANY_KEYS,
+                f"{name} has {count} keys, {self.limits.keys_per_call_max} at most in a call",
+                "limits.keys_per_call_max",
+            )
+        return cast("list[bytes]", unpack_keys(packed))
 
     def stage(self, call: Call, name: str) -> None:
         """Ends a stage of the call's record."""
@@ -182,55 +233,10 @@ class Boundary:
         )
         call.record.differ(missing)
 
-    def _start(self, op: str, context: Context, tenant: str, request_id: str) -> Call:
-        now_ns = self.store.clock.monotonic_ns()
-        left_s = cast("float | None", context.time_remaining())  # None without a deadline
-        left_ns = WAIT_NS_DEFAULT if left_s is None else int(left_s * 1e9)
-        record = RecordBuilder(
-            op,
-            request_id[:TEXT_BYTES_MAX],
-            tenant,
-            now_ns,
-            self.store.clock.wall_s(),
-            settings=self._settings,
-        )
-        return Call(None, now_ns + left_ns, record)
 
-    def _admit(self, call: Call, tenant: str, secret: bytes | None, request_id: str) -> None:
-        if self._active > self.limits.concurrent_calls_max:
-            raise NoSpace(
-                Reason.LIMIT_QUEUE,
-                f"{self._active - 1} calls are under way",
-                "limits.concurrent_calls_max",
-            )
-        if secret is not None:
-            call.session = self.store.session_by_secret(secret, tenant)
-            if call.session is None:
-                raise KVStoreError(Reason.SESSION_UNKNOWN, "attach first")
-            call.record.engine_id = call.session.engine_id
-        bound_text(request_id, "request_id")
-        call.record.stage("input", self.store.clock.monotonic_ns())
-
-    async def _fail(self, call: Call, context: Context, error: KVStoreError) -> None:
-        call.reason = error.reason
-        call.record.fail(error.reason, error.detail)
-        await context.abort(
-            status.code_of(error.reason),
-            str(error),
-            trailing_metadata=((status.DETAIL_KEY, status.detail_of(error)),),
-        )
-
-    def _finish(self, op: str, call: Call) -> None:
-        now_ns = self.store.clock.monotonic_ns()
-        record = call.record.finish(call.reason, now_ns)
-        if self.ring is not None:
-            self.ring.append(record)
-        self.metrics.request(op, call.reason, call.tier, record.elapsed_us / 1e6)
-
-
-def bound_text(text: str, name: str) -> None:
-    """Refuses a name from the wire that is too long or not printable."""
-    if len(text.encode()) > TEXT_BYTES_MAX or not (text == "" or text.isprintable()):
+def bound_text(text: str, name: str, bytes_max: int = TEXT_BYTES_MAX) -> None:
+    """Refuses a text from the wire that is too long or not printable."""
+    if len(text.encode()) > bytes_max or not (text == "" or text.isprintable()):
         raise BadRequest(
-            Reason.BAD_NAME, f"{name} is not printable text of {TEXT_BYTES_MAX} bytes at most"
+            Reason.BAD_NAME, f"{name} is not printable text of {bytes_max} bytes at most"
         )

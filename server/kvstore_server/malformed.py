@@ -40,17 +40,17 @@ def tolerant(handler: Handler, refuse: Refuse) -> Handler:
 
     encode: Any = handler.response_serializer
     if handler.stream_unary is not None:
-        method = _stream_unary(handler.stream_unary, refuse)
+        method = _of_stream(handler.stream_unary)
         return grpc.stream_unary_rpc_method_handler(method, decoded, encode)
     if handler.unary_stream is not None:
-        method = _unary_stream(handler.unary_stream, refuse)
+        method = _of_one(handler.unary_stream, refuse)
         return grpc.unary_stream_rpc_method_handler(method, decoded, encode)
     assert handler.unary_unary is not None, "no service of ours streams both ways"
-    method = _unary_unary(handler.unary_unary, refuse)
+    method = _of_one(handler.unary_unary, refuse)
     return grpc.unary_unary_rpc_method_handler(method, decoded, encode)
 
 
-def _unary_unary(method: Any, refuse: Refuse) -> Any:
+def _of_one(method: Any, refuse: Refuse) -> Any:
     async def checked(request: Any, context: Context) -> Any:
         if request is _MALFORMED:
             return await refuse(context)
@@ -59,31 +59,16 @@ def _unary_unary(method: Any, refuse: Refuse) -> Any:
     return checked
 
 
-def _unary_stream(method: Any, refuse: Refuse) -> Any:
-    async def checked(request: Any, context: Context) -> AsyncIterator[Any]:
-        if request is _MALFORMED:
-            await refuse(context)
-        async for reply in method(request, context):
-            yield reply
-
-    return checked
-
-
-def _stream_unary(method: Any, refuse: Refuse) -> Any:
+def _of_stream(method: Any) -> Any:
     async def checked(requests: AsyncIterator[Any], context: Context) -> Any:
-        first = await anext(aiter(requests), None)
-        if first is _MALFORMED:
-            return await refuse(context)
-        return await method(_parsed(first, requests), context)
+        return await method(_parsed(requests), context)
 
     return checked
 
 
-async def _parsed(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _parsed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     """The messages of a stream; raises `error()` into the body that reads them."""
-    if first is not None:
-        yield first
-    async for request in rest:
+    async for request in requests:
         if request is _MALFORMED:
             raise error()
         yield request

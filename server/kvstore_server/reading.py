@@ -1,10 +1,9 @@
-"""Bodies of the calls that read: Lookup, Acquire, Release, and the byte stream Fetch."""
+"""Bodies of the calls that read: Lookup, Acquire, Release."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-
-import xxhash
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvstore.config import Limits
 from kvstore.model.cost import PrefillCost
@@ -12,17 +11,32 @@ from kvstore.model.hits import GroupPresence, HitRule, agreed_tokens, leading_ru
 from kvstore.model.layout import Layout
 from kvstore.model.plan import Plan
 from kvstore.model.reasons import BadRequest, Reason
-from kvstore.model.values import LeaseMode, Place, Region
-from kvstore.policy.plan import plan, runs_of
-from kvstore.store import NS_PER_MS, Presence, Store
+from kvstore.model.values import Absence, LeaseMode, Region
+from kvstore.policy.plan import FixedLoad, plan, runs_of
+from kvstore.store import NS_PER_MS, Leased, Store
 from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
-from kvstore_server.boundary import Boundary, Call
+from kvstore_server.boundary import Boundary, Call, bound_text
 
 GROUPS_MAX = 16
-CHUNK_BYTES = 1 << 20
-"""Payload of one stream message: 1-4 MiB is where gRPC is fastest."""
 TOKENS_MAX = 1 << 31
+SECONDS_MAX = 86_400.0
+"""Of what a client reports: sums stay sums whatever one of them says."""
+
+
+_MODES = {pb.LEASE_MODE_COPY: LeaseMode.COPY, pb.LEASE_MODE_VIEW: LeaseMode.VIEW}
+
+
+class _Group(NamedTuple):
+    """One cache group of a lookup."""
+
+    space_id: int
+    packed: bytes
+    keys: list[bytes]
+    layout: Layout
+    digest: bytes
+    rule: HitRule
+    window_blocks: int
 
 
 class ReadCalls:
@@ -40,107 +54,138 @@ class ReadCalls:
         if not 0 < len(request.queries) <= GROUPS_MAX:
             raise BadRequest(Reason.BAD_REQUEST, f"a lookup has 1 to {GROUPS_MAX} queries")
         cost = _prefill(request)
-        session = call.the_session()
-        layouts: list[Layout] = []
-        groups: list[GroupPresence] = []
-        replies: list[pb.GroupHit] = []
-        for query in request.queries:
-            keys = self._boundary.keys(query.keys)
-            layout, digest = self._store.space_of(session, query.space_id)
-            presence = await self._store.lookup(session, query.space_id, keys)
-            layouts.append(layout)
-            groups.append(
-                GroupPresence(
-                    presence.codes, layout.block_tokens, _rule(query.rule), query.trailing_blocks
-                )
-            )
-            replies.append(self._group_hit(call, query.space_id, keys, presence, digest))
-        first = request.queries[0]
+        groups = [self._group(query, call) for query in request.queries]
+        first = groups[0]
         call.record.prompt(
-            first.space_id, first.keys, layouts[0].block_tokens, request.prompt_tokens
+            first.space_id, first.packed, first.layout.block_tokens, request.prompt_tokens
         )
         self._boundary.stage(call, "preconditions")
-        tokens = agreed_tokens(groups)
-        advice = self._advise(request.prompt_tokens, layouts, groups[0].codes, tokens, cost)
+        session = call.the_session()
+        codes = [await self._store.lookup(session, g.space_id, g.keys) for g in groups]
+        replies = [
+            self._hit(group, found, call) for group, found in zip(groups, codes, strict=True)
+        ]
+        presence = [
+            GroupPresence(found, group.layout.block_tokens, group.rule, group.window_blocks)
+            for group, found in zip(groups, codes, strict=True)
+        ]
+        tokens = agreed_tokens(presence)
+        layouts = [group.layout for group in groups]
+        advice = self._advise(request.prompt_tokens, layouts, presence, tokens, cost)
         self._boundary.stage(call, "plan")
-        asked = len(keys_of(request.queries[0])) * layouts[0].block_tokens
-        self._note(call, asked, tokens, groups[0], advice)
+        self._note(call, presence, tokens, advice)
         return pb.LookupReply(groups=replies, agreed_tokens=tokens, plan=_plan_to_wire(advice))
 
-    def _group_hit(
-        self, call: Call, space_id: int, keys: Sequence[bytes], presence: Presence, digest: bytes
-    ) -> pb.GroupHit:
-        run = leading_run(presence.codes)
-        hit = pb.GroupHit(hit_blocks=run, tiers=presence.codes, fingerprint_digest=digest)
-        if not keys:
-            hit.reason = pb.REASON_NOTHING_TO_DO
-            call.reason = Reason.NOTHING_TO_DO
-        elif run == len(keys):
-            hit.reason = pb.REASON_OK
-        else:
-            absence = self._store.core.why_absent(call.the_session().id, space_id, keys[run])
-            hit.reason = convert.reason_to_wire(absence.reason)
+    def _group(self, query: pb.Query, call: Call) -> _Group:
+        packed = query.keys
+        keys = self._boundary.keys(packed)
+        layout, digest = self._store.space_of(call.the_session(), query.space_id)
+        try:
+            rule = HitRule(query.rule)
+        except ValueError:
+            raise BadRequest(Reason.BAD_REQUEST, f"there is no hit rule {query.rule}") from None
+        return _Group(query.space_id, packed, keys, layout, digest, rule, query.trailing_blocks)
+
+    def _hit(self, group: _Group, codes: bytes, call: Call) -> pb.GroupHit:
+        """One group's answer. The first group that misses gives the call its reason."""
+        run = leading_run(codes)
+        hit = pb.GroupHit(hit_blocks=run, tiers=codes, fingerprint_digest=group.digest)
+        absence = Absence(Reason.OK)
+        if not group.keys:
+            absence = Absence(Reason.NOTHING_TO_DO)
+        elif run < len(codes):
+            absence = self._why(call, group.space_id, group.keys[run])
             hit.differences.extend(convert.differences_to_wire(absence.differences))
             if run == 0:
-                call.reason = absence.reason
                 self._boundary.rejected(call, absence.reason, absence.differences)
+        if call.reason is Reason.OK:
+            call.reason = absence.reason
+        hit.reason = convert.reason_to_wire(absence.reason)
         return hit
+
+    def _why(self, call: Call, space_id: int, key: bytes) -> Absence:
+        return self._store.core.why_absent(call.the_session().id, space_id, key)
 
     def _advise(
         self,
         prompt_tokens: int,
         layouts: Sequence[Layout],
-        codes: bytes,
+        groups: Sequence[GroupPresence],
         tokens: int,
         cost: PrefillCost | None,
     ) -> Plan:
-        block_tokens = layouts[0].block_tokens
-        return plan(
-            runs_of(codes[: tokens // block_tokens]),
-            block_tokens,
-            # Groups may cut blocks of other sizes: bytes for as many tokens as one block of the
-            # first.
-            sum(lay.block_bytes * block_tokens // lay.block_tokens for lay in layouts),
+        """Load or recompute, over all groups, counted in blocks of the first one.
+
+        What needs the whole prefix is loaded block by block; of a window group its last blocks,
+        whatever is loaded of the others.
+        """
+        windows = [group.rule is HitRule.TRAILING for group in groups]
+        base = groups[0 if all(windows) else windows.index(False)]
+        runs = runs_of(_needed(base, tokens))
+        block_bytes = 0
+        fixed: list[FixedLoad] = []
+        for layout, group, window in zip(layouts, groups, windows, strict=True):
+            if window:
+                for tier, blocks in runs_of(_needed(group, tokens)):
+                    fixed.append(FixedLoad(tier, blocks * layout.block_bytes))
+            else:
+                # Groups may cut blocks of other sizes: bytes for as many tokens as the base's.
+                block_bytes += layout.block_bytes * base.block_tokens // layout.block_tokens
+        if all(windows) and runs:
+            runs = [(runs[0][0], tokens // base.block_tokens)]
+        advice = plan(
+            runs,
+            base.block_tokens,
+            max(block_bytes, 1),
             self._store.links,
             cost,
             min(prompt_tokens, TOKENS_MAX),
+            fixed=fixed,
         )
+        load_blocks = advice.load_blocks * base.block_tokens // groups[0].block_tokens
+        return advice._replace(load_blocks=load_blocks)
 
-    def _note(
-        self, call: Call, asked_tokens: int, tokens: int, first: GroupPresence, advice: Plan
-    ) -> None:
-        if tokens:
-            call.reason = Reason.HIT
-            slowest = max(first.codes[: tokens // first.block_tokens]) - 1
+    def _note(self, call: Call, groups: Sequence[GroupPresence], tokens: int, advice: Plan) -> None:
+        if not tokens:
+            if call.reason is Reason.OK:
+                call.reason = Reason.NOTHING_TO_DO
+        else:
+            declined = advice.reason is Reason.DECLINED_RECOMPUTE_FASTER
+            call.reason = advice.reason if declined else Reason.HIT
+            slowest = max(max(_needed(group, tokens), default=1) for group in groups) - 1
             call.tier = self._store.tiers[slowest].name
-            if advice.reason is Reason.DECLINED_RECOMPUTE_FASTER:
-                call.reason = advice.reason
-        call.record.count("tokens", asked_tokens, tokens)
+        asked = len(groups[0].codes) * groups[0].block_tokens
+        call.record.count("tokens", asked, tokens)
         call.record.planned(advice)
-        self._boundary.metrics.lookup(self._tenant, asked_tokens, tokens, call.reason, call.tier)
+        self._boundary.metrics.lookup(self._tenant, asked, tokens, call.reason, call.tier)
 
     # ------------------------------------------------------------------ leases
 
     async def acquire(self, request: pb.AcquireRequest, call: Call) -> pb.AcquireReply:
-        keys = self._boundary.keys(request.keys)
+        packed = request.keys
+        keys = self._boundary.keys(packed)
         session = call.the_session()
         layout, digest = self._store.space_of(session, request.space_id)
-        view = request.mode == pb.LEASE_MODE_VIEW
+        mode = _MODES.get(request.mode)
+        if mode is None:
+            raise BadRequest(Reason.BAD_REQUEST, f"there is no lease mode {request.mode}")
+        view = mode is LeaseMode.VIEW
         ttl_ms = ttl(request.ttl_ms, self._limits.lease_ttl_ms)
-        call.record.prompt(request.space_id, request.keys, layout.block_tokens)
+        call.record.prompt(request.space_id, packed, layout.block_tokens)
         self._boundary.stage(call, "preconditions")
         leased = await self._store.acquire(
             session,
             request.space_id,
             keys,
-            mode=LeaseMode.VIEW if view else LeaseMode.COPY,
+            mode=mode,
             ttl_ns=None if view else ttl_ms * NS_PER_MS,
             wait_ns=self._boundary.wait_ns(call, request.wait_ms),
             all_or_nothing=request.all_or_nothing,
         )
         self._boundary.stage(call, "movement")
-        call.reason = leased.reason
         call.record.count("blocks", len(keys), leased.leased)
+        absence = self.absence(call, request.space_id, keys, leased)
+        call.reason = absence.reason
         reply = pb.AcquireReply(
             lease_id=leased.lease_id,
             leased_blocks=leased.leased,
@@ -148,113 +193,66 @@ class ReadCalls:
             fingerprint_digest=digest,
             block_bytes=layout.block_bytes,
             regions=map(region_to_wire, leased.regions),
-            reason=convert.reason_to_wire(leased.reason),
+            reason=convert.reason_to_wire(absence.reason),
+            differences=convert.differences_to_wire(absence.differences),
         )
         if leased.leased:
             call.tier = self._store.host_name
-            reply.places = convert.pack_places(map(_wire_place, leased.places))
-        elif keys and leased.reason.is_miss:
-            absence = self._store.core.why_absent(session.id, request.space_id, keys[0])
-            call.reason = absence.reason
-            reply.reason = convert.reason_to_wire(absence.reason)
-            reply.differences.extend(convert.differences_to_wire(absence.differences))
+            reply.places = convert.pack_places(p and p[1:4] for p in leased.places)
         return reply
+
+    def absence(self, call: Call, space_id: int, keys: Sequence[bytes], leased: Leased) -> Absence:
+        """Why the first absent block of a lease is absent; OK if none is."""
+        if not keys:
+            return Absence(Reason.NOTHING_TO_DO)
+        if leased.leased or not leased.reason.is_miss:
+            return Absence(leased.reason)
+        run = leading_run(self._store.core.lookup(call.the_session().id, space_id, keys))
+        if run == len(keys):
+            return Absence(leased.reason)  # it came a moment too late
+        return self._why(call, space_id, keys[run])
 
     async def release(self, request: pb.ReleaseRequest, call: Call) -> pb.ReleaseReply:
         limit = self._limits.leases_per_session_max
         if len(request.lease_ids) > limit or len(request.reports) > limit:
-            raise BadRequest(Reason.BAD_SIZE, f"{limit} leases at most in a release")
-        session = call.the_session()
+            raise BadRequest(
+                Reason.BAD_SIZE,
+                f"{limit} leases at most in a release",
+                "limits.leases_per_session_max",
+            )
         for report in request.reports:
-            self._loaded(report, call)
-        released, unknown = self._store.release(session, list(request.lease_ids))
+            bound_text(report.request_id, "request_id")
+        lease_ids = list(request.lease_ids)
+        ending = set(lease_ids)
+        for report in request.reports:
+            self._loaded(report, call, ends=report.lease_id in ending)
+            ending.discard(report.lease_id)
+        released, unknown = self._store.release(call.the_session(), lease_ids)
+        call.record.count("leases", len(lease_ids), released)
         return pb.ReleaseReply(released=released, unknown=unknown)
 
-    def _loaded(self, report: pb.LoadReport, call: Call) -> None:
+    def _loaded(self, report: pb.LoadReport, call: Call, *, ends: bool) -> None:
+        """Counts a load, once: with the release that ends its lease. What is said of any other
+        lease, as by a release that is sent again, is counted as such, without its figures.
+        """
         reason = Reason.from_wire(report.reason)
-        length = self._store.note_load(
-            call.the_session(), report.lease_id, report.blocks, report.copy_us * 1_000
-        )
+        session = call.the_session()
+        blocks = self._store.leased_bytes(session, report.lease_id, report.blocks) if ends else 0
+        known = ends and bool(self._store.leased_bytes(session, report.lease_id, 1))
+        if not known and reason is Reason.OK:
+            reason = Reason.LEASE_UNKNOWN
+        if reason is Reason.OK:
+            self._store.note_load(blocks, report.copy_us * 1_000)
+        copy_s = min(report.copy_us / 1e6, SECONDS_MAX) if known else 0.0
         self._boundary.metrics.loaded(
             self._tenant,
             reason,
-            length_bytes=length,
+            length_bytes=blocks,
             tokens=min(report.tokens, TOKENS_MAX),
-            copy_s=report.copy_us / 1e6,
-            prefill_saved_s=max(0.0, min(report.prefill_saved_us / 1e6, 86_400.0)),
+            copy_s=copy_s,
+            prefill_saved_s=max(0.0, min(report.prefill_saved_us / 1e6, SECONDS_MAX)),
         )
-        call.record.loaded(report.request_id, report.blocks, length, report.copy_us, reason)
-
-    # ------------------------------------------------------------------ byte stream
-
-    async def fetch(self, request: pb.FetchRequest, call: Call) -> AsyncIterator[bytes]:
-        """FetchChunk messages, encoded: the leading run of the keys, then a last one that says why
-        it ends."""
-        keys = self._boundary.keys(request.keys)
-        session = call.the_session()
-        layout, digest = self._store.space_of(session, request.space_id)
-        call.record.prompt(request.space_id, request.keys, layout.block_tokens)
-        self._boundary.stage(call, "preconditions")
-        leased = await self._store.acquire(
-            session,
-            request.space_id,
-            keys,
-            mode=LeaseMode.COPY,
-            ttl_ns=self._boundary.left_ns(call),
-            wait_ns=self._boundary.wait_ns(call, request.wait_ms),
-        )
-        sent = 0
-        try:
-            first = pb.ChunkHeader(fingerprint_digest=digest, block_bytes=layout.block_bytes)
-            yield convert.encode_fetch_chunk(first.SerializeToString(), b"")
-            for block, place in enumerate(leased.places):
-                if place is None:
-                    break
-                for chunk in self._chunks(block, place, layout.block_bytes):
-                    yield chunk
-                if self._store.generation(place) != place.generation:
-                    # The lease ran out while a slow reader took its time: what was sent is void.
-                    call.reason = Reason.GENERATION_CHANGED
-                    break
-                sent += 1
-                yield self._sealed(block, place, layout.block_bytes)
-        finally:
-            if leased.lease_id:
-                self._store.release(session, (leased.lease_id,))
-        call.record.count("blocks", len(keys), sent)
-        if sent < len(keys) and call.reason is Reason.OK:
-            absent = self._store.core.why_absent(session.id, request.space_id, keys[sent])
-            call.reason = absent.reason if sent == 0 else Reason.OK
-            end = absent.reason
-        else:
-            end = call.reason
-        if sent:
-            call.tier = self._store.host_name
-        last = pb.ChunkHeader(block=sent, reason=convert.reason_to_wire(end))
-        yield convert.encode_fetch_chunk(last.SerializeToString(), b"")
-
-    def _chunks(self, block: int, place: Place, block_bytes: int) -> list[bytes]:
-        data = self._store.block_view(place, block_bytes).data
-        return [
-            convert.encode_fetch_chunk(
-                pb.ChunkHeader(block=block, offset=offset).SerializeToString(),
-                data[offset : offset + CHUNK_BYTES],
-            )
-            for offset in range(0, block_bytes, CHUNK_BYTES)
-        ]
-
-    def _sealed(self, block: int, place: Place, block_bytes: int) -> bytes:
-        """The empty last chunk of a block: sent only after its generation was found unchanged."""
-        data = self._store.block_view(place, block_bytes).data
-        header = pb.ChunkHeader(
-            block=block, offset=block_bytes, last=True, checksum=xxhash.xxh3_128_digest(data)
-        )
-        return convert.encode_fetch_chunk(header.SerializeToString(), b"")
-
-
-def keys_of(query: pb.Query) -> range:
-    """The indexes of a query's keys."""
-    return range(len(query.keys) // 32)
+        call.record.loaded(report.request_id, report.blocks, blocks, int(copy_s * 1e6), reason)
 
 
 def region_to_wire(region: Region) -> pb.RegionInfo:
@@ -272,15 +270,11 @@ def ttl(asked_ms: int, most_ms: int) -> int:
     return min(asked_ms, most_ms) if asked_ms else most_ms
 
 
-def _wire_place(place: Place | None) -> tuple[int, int, int] | None:
-    return None if place is None else (place.region, place.slot, place.generation)
-
-
-def _rule(number: int) -> HitRule:
-    try:
-        return HitRule(number)
-    except ValueError:
-        raise BadRequest(Reason.BAD_REQUEST, f"there is no hit rule {number}") from None
+def _needed(group: GroupPresence, tokens: int) -> bytes:
+    """Presence codes of the blocks that a prefix of `tokens` needs of a group."""
+    end = tokens // group.block_tokens
+    windowed = group.rule is HitRule.TRAILING
+    return group.codes[max(0, end - group.window_blocks) if windowed else 0 : end]
 
 
 def _prefill(request: pb.LookupRequest) -> PrefillCost | None:

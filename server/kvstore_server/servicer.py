@@ -19,6 +19,7 @@ from kvstore_server import malformed
 from kvstore_server.boundary import Boundary, Call, Context
 from kvstore_server.reading import ReadCalls
 from kvstore_server.sessions import SessionCalls
+from kvstore_server.streams import StreamCalls
 from kvstore_server.writing import WriteCalls
 
 Reply = TypeVar("Reply")
@@ -35,6 +36,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         self._sessions = SessionCalls(store, boundary, limits, tenant=tenant, fd_socket=fd_socket)
         self._reads = ReadCalls(store, boundary, limits, tenant)
         self._writes = WriteCalls(store, boundary, limits, tenant)
+        self._streams = StreamCalls(store, boundary, limits, self._reads, self._writes)
 
     async def _run(
         self,
@@ -48,13 +50,14 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
             op, context, body, tenant=self._tenant, secret=secret, request_id=request_id
         )
 
-    async def Attach(
+    # Streamed answers are written by the bodies (`Call.send`), not yielded: a generator that is
+    # dropped in the middle would free what it holds whenever it is collected.
+
+    async def Attach(  # type: ignore[override]
         self, request: pb.AttachRequest, context: Context
-    ) -> AsyncIterator[pb.AttachEvent]:
+    ) -> None:
         body = partial(self._sessions.attach, request)
-        stream = self._boundary.stream("attach", context, body, tenant=self._tenant, secret=None)
-        async for event in stream:
-            yield event
+        await self._boundary.run("attach", context, body, tenant=self._tenant)
 
     async def Detach(self, request: pb.DetachRequest, context: Context) -> pb.DetachReply:
         return await self._run("detach", context, request.session, self._sessions.detach)
@@ -87,29 +90,18 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         body = partial(self._writes.abort, request)
         return await self._run("abort", context, request.session, body)
 
-    async def Fetch(  # type: ignore[override]  # encoded already, see register
+    async def Fetch(  # type: ignore[override]
         self, request: pb.FetchRequest, context: Context
-    ) -> AsyncIterator[bytes]:
-        """Yields encoded FetchChunk messages: the app registers this method with a pass-through
-        encoder."""
-        stream = self._boundary.stream(
-            "fetch",
-            context,
-            partial(self._reads.fetch, request),
-            tenant=self._tenant,
-            secret=request.session,
-            request_id=request.request_id,
-        )
-        async for chunk in stream:
-            yield chunk
+    ) -> None:
+        """Its messages are encoded already: see `register`."""
+        body = partial(self._streams.fetch, request)
+        await self._run("fetch", context, request.session, body, request.request_id)
 
     async def Push(
         self, request_iterator: AsyncIterator[pb.PushChunk], context: Context
     ) -> pb.PushReply:
-        first = await anext(aiter(request_iterator), None)
-        reserve = pb.ReserveRequest() if first is None else first.reserve
-        body = partial(self._writes.push, first, request_iterator)
-        return await self._run("push", context, reserve.session, body, reserve.request_id)
+        body = partial(self._streams.push, request_iterator)
+        return await self._boundary.run("push", context, body, tenant=self._tenant)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainReply:
         body = partial(self._sessions.explain, request)

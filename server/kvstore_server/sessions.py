@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Sequence
 
 import kvstore
 from kvstore.config import Limits
@@ -19,6 +19,9 @@ from kvstore_server.boundary import Boundary, Call, bound_text
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
 GROUP_BYTES_MAX = 64
+DRAIN_POLL_S = 0.02
+EXPLAINED_AT_ONCE = 32
+"""Keys that are explained before other calls get their turn: about a millisecond."""
 
 
 class SessionCalls:
@@ -33,7 +36,8 @@ class SessionCalls:
         self._tenant = tenant
         self._fd_socket = fd_socket
 
-    async def attach(self, request: pb.AttachRequest, call: Call) -> AsyncIterator[pb.AttachEvent]:
+    async def attach(self, request: pb.AttachRequest, call: Call) -> None:
+        """Sends the welcome, and keeps the stream while the session lives on it."""
         if request.protocol_major != PROTOCOL_MAJOR:
             raise KVStoreError(
                 Reason.PROTOCOL_VERSION,
@@ -43,30 +47,34 @@ class SessionCalls:
         bound_text(request.engine_id, "engine_id")
         if not 0 < len(request.group_id) <= GROUP_BYTES_MAX:
             raise BadRequest(Reason.BAD_NAME, f"group_id has 1 to {GROUP_BYTES_MAX} bytes")
+        call.record.engine_id = request.engine_id
+        self._boundary.stage(call, "input")
         session = self._store.attach(
             self._tenant, request.group_id, request.engine_id, request.client_name
         )
         try:
-            yield pb.AttachEvent(welcome=self._welcome(request, session))
-            await self._until_over(session)
-            if self._store.draining:
-                yield pb.AttachEvent(notice=pb.Notice(reason=pb.REASON_DRAINING))
+            await call.send(pb.AttachEvent(welcome=self._welcome(request, session)))
+            self._boundary.finish(call)  # its end is no outcome of the call
+            await self._until_over(session, call)
         finally:
             # A client with an fd socket may end its stream: that socket and its process are the
             # session's life then.
             if not session.fd_bound:
                 self._store.end_session(session.id)
 
-    async def _until_over(self, session: Session) -> None:
-        waits = [
-            asyncio.ensure_future(session.ended.wait()),
-            asyncio.ensure_future(self._store.drained.wait()),
-        ]
+    async def _until_over(self, session: Session, call: Call) -> None:
+        """Until the session has ended, or the daemon drains and nothing is under way."""
+        drained = asyncio.ensure_future(self._store.drained.wait())
+        ended = asyncio.ensure_future(session.ended.wait())
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((drained, ended), return_when=asyncio.FIRST_COMPLETED)
+            if drained.done() and not ended.done():
+                await call.send(pb.AttachEvent(notice=pb.Notice(reason=pb.REASON_DRAINING)))
+                while self._store.unfinished and not ended.done():
+                    await asyncio.wait((ended,), timeout=DRAIN_POLL_S)
         finally:
-            for wait in waits:
-                wait.cancel()
+            drained.cancel()
+            ended.cancel()
 
     def _welcome(self, request: pb.AttachRequest, session: Session) -> pb.Welcome:
         limits, core = self._limits, self._store.core.limits
@@ -109,9 +117,19 @@ class SessionCalls:
         session = call.the_session()
         if request.HasField("fingerprint"):
             fingerprint = convert.fingerprint_from_wire(request.fingerprint)
-            return explain_offer(self._store, session.tenant, session.group, fingerprint, keys)
-        self._store.space_of(session, request.space_id)
-        return explain_keys(self._store, session.tenant, request.space_id, keys)
+            return await explain_offer(
+                self._store, session.tenant, session.group, fingerprint, keys
+            )
+        reason = Reason.OK
+        try:
+            self._store.space_of(session, request.space_id)
+        except KVStoreError as error:
+            if error.reason is not Reason.SPACE_CLOSED:
+                raise
+            reason = error.reason  # why it was closed is what each key is told
+        return await explain_keys(
+            self._store, session.tenant, request.space_id, keys, reason=reason
+        )
 
 
 def opening_to_wire(opening: Opening) -> pb.OpenReply:
@@ -132,7 +150,7 @@ def opening_to_wire(opening: Opening) -> pb.OpenReply:
     return reply
 
 
-def explain_offer(
+async def explain_offer(
     store: Store, tenant: str, group: bytes, fingerprint: Fingerprint, keys: Sequence[bytes]
 ) -> pb.ExplainReply:
     """What an offer of this fingerprint would be answered, and why `keys` miss in its space."""
@@ -141,30 +159,34 @@ def explain_offer(
         verdict=convert.VERDICTS[opening.verdict],
         reason=convert.reason_to_wire(opening.reason),
         differences=convert.differences_to_wire(opening.differences),
-        detail=opening.reason.text,
+        detail=opening.detail or opening.reason.text,
     )
     if opening.space_id:
-        reply.keys.extend(_explained(store, tenant, opening.space_id, keys))
+        reply.keys.extend(await _explained(store, tenant, opening.space_id, keys))
     return reply
 
 
-def explain_keys(
-    store: Store, tenant: str, space_id: int, keys: Iterable[bytes]
+async def explain_keys(
+    store: Store, tenant: str, space_id: int, keys: Sequence[bytes], *, reason: Reason = Reason.OK
 ) -> pb.ExplainReply:
+    """Why `keys` are where they are in a space. `reason`: of the space itself."""
+    closed = reason is not Reason.OK
     return pb.ExplainReply(
-        verdict=pb.VERDICT_MATCH,
-        reason=pb.REASON_OK,
-        keys=_explained(store, tenant, space_id, keys),
+        verdict=pb.VERDICT_INCOMPATIBLE if closed else pb.VERDICT_MATCH,
+        reason=convert.reason_to_wire(reason),
+        keys=await _explained(store, tenant, space_id, keys),
+        detail=reason.text if closed else "",
     )
 
 
-def _explained(
-    store: Store, tenant: str, space_id: int, keys: Iterable[bytes]
+async def _explained(
+    store: Store, tenant: str, space_id: int, keys: Sequence[bytes]
 ) -> list[pb.KeyExplanation]:
-    now_ns = store.clock.monotonic_ns()
     explained = []
-    for key in keys:
-        found = store.core.explain(tenant, space_id, key, now_ns)
+    for index, key in enumerate(keys):
+        if index % EXPLAINED_AT_ONCE == EXPLAINED_AT_ONCE - 1:
+            await asyncio.sleep(0)
+        found = store.core.explain(tenant, space_id, key, store.clock.monotonic_ns())
         explained.append(
             pb.KeyExplanation(
                 key=short(key),

@@ -1,13 +1,9 @@
-"""Bodies of the calls that write: Reserve, Commit, Abort, and the byte stream Push."""
+"""Bodies of the calls that write: Reserve, Commit, Abort."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
-import numpy as np
-
 from kvstore.config import Limits
-from kvstore.model.reasons import BadRequest, KVStoreError, Reason
+from kvstore.model.reasons import BadRequest, Reason
 from kvstore.model.values import CommitResult, Reserved
 from kvstore.store import NS_PER_MS, Store
 from kvstore.wire import convert
@@ -27,8 +23,8 @@ class WriteCalls:
         self._tenant = tenant
 
     async def reserve(self, request: pb.ReserveRequest, call: Call) -> pb.ReserveReply:
-        reserved = self._reserve(request, call)
-        retry = bool(reserved.reason.is_retryable)
+        reserved = self.reserved(request, call)
+        retry = reserved.reason.is_retryable
         return pb.ReserveReply(
             lease_id=reserved.lease_id,
             wanted=convert.pack_u32(reserved.wanted),
@@ -42,15 +38,17 @@ class WriteCalls:
             ttl_ms=ttl(request.ttl_ms, self._limits.reserve_ttl_ms),
         )
 
-    def _reserve(self, request: pb.ReserveRequest, call: Call) -> Reserved:
-        chain = self._boundary.keys(request.chain, "chain")
+    def reserved(self, request: pb.ReserveRequest, call: Call) -> Reserved:
+        """The reservation that a request asks for."""
+        packed = request.chain
+        chain = self._boundary.keys(packed, "chain")
         if request.first_block > len(chain):
             raise BadRequest(
                 Reason.BAD_SIZE, f"first_block {request.first_block} is beyond {len(chain)} keys"
             )
         session = call.the_session()
         layout, _ = self._store.space_of(session, request.space_id)
-        call.record.prompt(request.space_id, request.chain, layout.block_tokens)
+        call.record.prompt(request.space_id, packed, layout.block_tokens)
         self._boundary.stage(call, "preconditions")
         reserved = self._store.reserve(
             session,
@@ -66,7 +64,7 @@ class WriteCalls:
         return reserved
 
     async def commit(self, request: pb.CommitRequest, call: Call) -> pb.CommitReply:
-        done = await self._commit(request.lease_id, call, durable=request.durable)
+        done = await self.committed(request.lease_id, call, durable=request.durable)
         return pb.CommitReply(
             visible=done.visible,
             waiting=done.waiting,
@@ -74,7 +72,8 @@ class WriteCalls:
             reason=convert.reason_to_wire(done.reason),
         )
 
-    async def _commit(self, lease_id: int, call: Call, *, durable: bool) -> CommitResult:
+    async def committed(self, lease_id: int, call: Call, *, durable: bool) -> CommitResult:
+        """What became of a commit, by the call's deadline."""
         done = await self._store.commit(
             call.the_session(), lease_id, durable=durable, wait_ns=self._boundary.left_ns(call)
         )
@@ -87,69 +86,3 @@ class WriteCalls:
     async def abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortReply:
         released, _ = self._store.release(call.the_session(), (request.lease_id,))
         return pb.AbortReply(known=released == 1)
-
-    # ------------------------------------------------------------------ byte stream
-
-    async def push(
-        self,
-        first: pb.PushChunk | None,
-        chunks: AsyncIterator[pb.PushChunk],
-        call: Call,
-    ) -> pb.PushReply:
-        """Takes a reservation's bytes as a stream; commits at its end, aborts if it breaks off."""
-        if first is None or not first.HasField("reserve"):
-            raise BadRequest(Reason.BAD_REQUEST, "the first message of a push reserves")
-        reserved = self._reserve(first.reserve, call)
-        reply = pb.PushReply(
-            present=reserved.present,
-            reserved=reserved.reserved,
-            reason=convert.reason_to_wire(reserved.reason),
-        )
-        if not reserved.lease_id:
-            return reply
-        done: CommitResult | None = None
-        try:
-            if await self._fill(reserved, chunks):
-                done = await self._commit(reserved.lease_id, call, durable=False)
-        finally:
-            if done is None:
-                self._store.release(call.the_session(), (reserved.lease_id,))
-        if done is None:
-            raise KVStoreError(Reason.ABORTED, "the stream ended without commit")
-        reply.stored = done.visible + done.waiting
-        reply.failed = done.failed
-        if done.reason is not Reason.OK:
-            reply.reason = convert.reason_to_wire(done.reason)
-        return reply
-
-    async def _fill(self, reserved: Reserved, chunks: AsyncIterator[pb.PushChunk]) -> bool:
-        """Writes the stream into the staging windows; True if it asked for the commit and nothing
-        is missing."""
-        offsets = dict(zip(reserved.wanted, reserved.offsets, strict=True))
-        filled = dict.fromkeys(reserved.wanted, 0)
-        async for chunk in chunks:
-            if chunk.payload:
-                self._write(reserved, offsets, filled, chunk)
-            if chunk.commit:
-                return all(length == reserved.part_bytes for length in filled.values())
-        return False
-
-    def _write(
-        self,
-        reserved: Reserved,
-        offsets: dict[int, int],
-        filled: dict[int, int],
-        chunk: pb.PushChunk,
-    ) -> None:
-        block, at, payload = chunk.header.block, chunk.header.offset, chunk.payload
-        if block not in offsets:
-            return  # present already, or no room: the client sends without knowing
-        if at != filled[block] or at + len(payload) > reserved.part_bytes:
-            raise BadRequest(
-                Reason.BAD_SIZE, "payload is sent in order and fills each block's part exactly"
-            )
-        window = self._store.staging_view(
-            reserved.staging_region, offsets[block] + at, len(payload)
-        )
-        np.copyto(window, np.frombuffer(payload, np.uint8))
-        filled[block] = at + len(payload)
