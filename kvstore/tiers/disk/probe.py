@@ -1,0 +1,106 @@
+"""Reads an LMDB index from end to end in a process of its own, which damage may kill.
+
+LMDB follows page numbers and offsets that it finds in its file; a flipped one can end the process
+(SIGBUS, SIGSEGV, an assertion). So a daemon does not open an index before a child has walked all of
+it: every page of every tree and the list of free pages by a compacting copy to nowhere, every node
+by a cursor. What the child survived its parent survives, since both read the same pages.
+
+    python -m kvstore.tiers.disk.probe FOLDER     exits 0, or 1 with the reason as its last line
+
+`examine` is for the index alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+
+log = logging.getLogger(__name__)
+
+DATA_FILE = "data.mdb"
+_TABLES_MAX = 16
+_META_PAGES = 2
+_PAGE_BYTES_MIN = 4_096
+_UNUSABLE = 1
+_DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+
+
+def examine(folder: str) -> str:
+    """Why the index in `folder` cannot be used, in a word; empty if it can.
+
+    Takes about 0.1 s and 0.2 s a million rows. Empty as well if no child could be started or it was
+    killed from outside, which is logged: that is no verdict over the file.
+    """
+    if reason := short(folder):
+        return reason
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", __name__, folder],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+    except OSError as error:
+        log.warning("the index in %s is opened unexamined: %s", folder, error.strerror)
+        return ""
+    if child.returncode == 0:
+        return ""
+    if -child.returncode in _DEADLY:
+        return f"damaged-{signal.Signals(-child.returncode).name}"
+    lines = child.stdout.decode("ascii", "replace").split()
+    if child.returncode == _UNUSABLE and lines:
+        return lines[-1]
+    log.warning("the index in %s is opened unexamined: exit code %d", folder, child.returncode)
+    return ""
+
+
+def short(folder: str) -> str:
+    """Whether the file is too short to be opened at all: "empty", "truncated" or nothing."""
+    size = os.stat(os.path.join(folder, DATA_FILE)).st_size
+    if size < _META_PAGES * _PAGE_BYTES_MIN:
+        return "truncated" if size else "empty"
+    return ""
+
+
+def truncated(env: lmdb.Environment, folder: str) -> bool:
+    """Whether the file ends before the last page that it uses; touches the first two pages only."""
+    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    return os.stat(os.path.join(folder, DATA_FILE)).st_size < needed
+
+
+def _walk(folder: str) -> str:
+    with lmdb.open(folder, create=False, max_dbs=_TABLES_MAX, readahead=True, lock=False) as env:
+        if truncated(env, folder):
+            return "truncated"
+        with Path(os.devnull).open("wb") as nowhere:
+            env.copyfd(nowhere.fileno(), compact=True)
+        with env.begin() as transaction:
+            for name in list(transaction.cursor().iternext(keys=True, values=False)):
+                table = env.open_db(name, txn=transaction, create=False)
+                for _ in transaction.cursor(table).iternext(keys=True, values=True):
+                    pass
+    return ""
+
+
+def main(folder: str) -> int:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        reason = _walk(folder)
+    except lmdb.Error as error:
+        reason = f"damaged-{type(error).__name__}"
+    sys.stdout.write(reason)
+    return _UNUSABLE if reason else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
