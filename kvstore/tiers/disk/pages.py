@@ -27,7 +27,9 @@ def aligned_bytes(length: int) -> Bytes:
 
 
 def is_aligned(data: Bytes) -> bool:
-    """Whether `data` is contiguous and begins at a page; its length may be any."""
+    """Whether `data` is contiguous and begins at a page, or is empty; its length may be any."""
+    if data.nbytes == 0:
+        return True
     return bool(data.flags.c_contiguous) and _address(data) % PAGE_BYTES == 0
 
 
