@@ -45,7 +45,7 @@ def _data_plane(target: str, results: Results, folder: Path, only: str) -> None:
         if only in ("", "redis"):
             data_plane.measure_redis(setup, results, folder)
         if only in ("", "stream"):
-            data_plane.measure_stream(setup, results)
+            data_plane.measure_stream(setup, results, folder)
         if only in ("", "puts"):
             data_plane.measure_puts(setup, results)
 

@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from kvstore_client import Space
 from numpy.typing import NDArray
 
-from kvstore_client import Client, ClientConfig
+from kvstore_client import BlockKey, Client, ClientConfig, Space
+from tests.bench.bare_grpc import BareGrpc
 from tests.bench.harness import Results, paired_ratio, timed
 from tests.bench.models import MIB_BLOCKS, PAGE_BLOCKS
 from tests.bench.redis_server import RedisServer, find_redis
@@ -33,16 +34,16 @@ class Setup:
 
     target: str
     space: Space
-    keys: list[bytes]
+    keys: list[BlockKey]
     local: Blocks
     out: Blocks
 
-    def window(self, number: int, count: int) -> tuple[list[bytes], int]:
+    def window(self, number: int, count: int) -> tuple[list[BlockKey], int]:
         """Another run of `count` blocks each round, so that none is warm from the last one."""
         start = (number * count) % max(1, STORED - count + 1)
         return self.keys[start : start + count], start
 
-    def memcpy(self, number: int, count: int) -> float:
+    def memcpy(self, count: int, number: int) -> float:
         """Copies as many local blocks into the same destination, one memcpy a block, one thread."""
         _, start = self.window(number, count)
 
@@ -70,12 +71,10 @@ def filled(target: str) -> Iterator[Setup]:
 def measure_reads(setup: Setup, results: Results) -> None:
     for count, name in ((64, "get_64_blocks_over_memcpy"), (500, "get_500_blocks_over_memcpy")):
         value, note = paired_ratio(
-            lambda n, c=count: fetch(setup, setup.space, n, c),
-            lambda n, c=count: setup.memcpy(n, c),
-            ROUNDS,
+            partial(fetch, setup, setup.space, count), partial(setup.memcpy, count), ROUNDS
         )
         results.add(name, value, "ratio", ROUNDS, note)
-    value, note = paired_ratio(lambda n: views(setup, n, 64), lambda n: setup.memcpy(n, 64), ROUNDS)
+    value, note = paired_ratio(partial(views, setup, 64), partial(setup.memcpy, 64), ROUNDS)
     results.add("views_64_blocks_over_memcpy", value, "ratio", ROUNDS, note)
 
 
@@ -83,7 +82,7 @@ def measure_puts(setup: Setup, results: Results) -> None:
     rng = np.random.default_rng(11)
     value, note = paired_ratio(
         lambda n: push(setup, rng.integers(0, 2**31, 64 * 16, dtype=np.uint32), n),
-        lambda n: setup.memcpy(n, 64),
+        partial(setup.memcpy, 64),
         ROUNDS,
     )
     results.add(
@@ -91,14 +90,22 @@ def measure_puts(setup: Setup, results: Results) -> None:
     )
 
 
-def measure_stream(setup: Setup, results: Results) -> None:
+def measure_stream(setup: Setup, results: Results, folder: Path) -> None:
     config = ClientConfig(transport="stream", deadline_ms=30_000)
     with Client(setup.target, config=config) as client:
         space = client.space(MIB_BLOCKS)
         value, note = paired_ratio(
-            lambda n: fetch(setup, space, n, 64), lambda n: setup.memcpy(n, 64), ROUNDS
+            partial(fetch, setup, space, 64), partial(setup.memcpy, 64), ROUNDS
         )
     results.add("fetch_stream_64_blocks_over_memcpy", value, "ratio", ROUNDS, note)
+    with BareGrpc(folder) as bare:
+        value, note = paired_ratio(
+            lambda n: timed(lambda: bare.into(setup.out[:64])),
+            partial(setup.memcpy, 64),
+            ROUNDS,
+        )
+    note = f"gRPC alone, from a server that does nothing else; {note}"
+    results.add("bare_grpc_stream_64_blocks_over_memcpy", value, "ratio", ROUNDS, note)
 
 
 def measure_redis(setup: Setup, results: Results, folder: Path) -> None:
@@ -118,12 +125,13 @@ def measure_redis(setup: Setup, results: Results, folder: Path) -> None:
 
             def run() -> None:
                 for row, value in enumerate(redis.client.mget(keys)):
+                    assert isinstance(value, bytes)
                     np.copyto(setup.out[row], np.frombuffer(value, np.uint8))
 
             return timed(run)
 
         version = redis.version
-        value, note = paired_ratio(mget, lambda n: fetch(setup, setup.space, n, 64), ROUNDS)
+        value, note = paired_ratio(mget, partial(fetch, setup, setup.space, 64), ROUNDS)
     results.add(name, value, "ratio", ROUNDS, f"{version}; times faster; {note}")
 
 
@@ -143,14 +151,15 @@ def measure_lookup(target: str, results: Results) -> None:
             ("half hit", half, LOOKUP_KEYS // 2),
             ("first absent", absent, 0),
         ):
-            samples = [timed(lambda k=keys: space.lookup(k)) * 1e3 for _ in range(LOOKUP_ROUNDS)]
+            lookup = partial(space.lookup, keys)
+            samples = [timed(lookup) * 1e3 for _ in range(LOOKUP_ROUNDS)]
             assert space.lookup(keys).blocks == blocks, case
             p50_ms[case] = statistics.median(samples)
     note = "worst of " + ", ".join(f"{case} {value:.2f}" for case, value in p50_ms.items())
     results.add("lookup_8192_keys_p50_ms", max(p50_ms.values()), "ms", LOOKUP_ROUNDS, note)
 
 
-def fetch(setup: Setup, space: Space, number: int, count: int) -> float:
+def fetch(setup: Setup, space: Space, count: int, number: int) -> float:
     keys, start = setup.window(number, count)
     out = setup.out[:count]
     took = timed(lambda: _fetched(space.fetch(keys, out).blocks, count))
@@ -158,7 +167,7 @@ def fetch(setup: Setup, space: Space, number: int, count: int) -> float:
     return took
 
 
-def views(setup: Setup, number: int, count: int) -> float:
+def views(setup: Setup, count: int, number: int) -> float:
     keys, _ = setup.window(number, count)
 
     def run() -> None:

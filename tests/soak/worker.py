@@ -13,12 +13,11 @@ import time
 from collections import Counter
 
 import numpy as np
-from kvstore_client import Space
 
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.layout import layout_of
 from kvstore.testing.payload import Finding, check, payload, tag_of
-from kvstore_client import Client, ClientConfig
+from kvstore_client import BlockKey, Client, ClientConfig, Space
 from tests.bench.models import fingerprint
 
 TENANT = "default"
@@ -54,13 +53,13 @@ class Worker:
             self._push(space, model, keys, held)
         self.counts["requests"] += 1
 
-    def _prompt(self, space: Space) -> list[bytes]:
+    def _prompt(self, space: Space) -> list[BlockKey]:
         # Skewed, as real prompts are: a few are asked for often, most are rare.
         number = min(PROMPTS - 1, int(self._rng.zipf(1.3)) - 1)
         tokens = np.random.default_rng(number).integers(0, 2**31, BLOCKS_MAX * 16, dtype=np.uint32)
         return space.keys(tokens[: int(self._rng.integers(1, BLOCKS_MAX + 1)) * 16])
 
-    def _fetch(self, space: Space, model: Fingerprint, keys: list[bytes]) -> int:
+    def _fetch(self, space: Space, model: Fingerprint, keys: list[BlockKey]) -> int:
         out = np.empty((len(keys), layout_of(model).block_bytes), np.uint8)
         fetched = space.fetch(keys, out)
         for index in range(fetched.blocks):
@@ -68,7 +67,7 @@ class Worker:
         self.counts[f"fetch {fetched.reason.name}"] += 1
         return fetched.blocks
 
-    def _view(self, space: Space, model: Fingerprint, keys: list[bytes]) -> int:
+    def _view(self, space: Space, model: Fingerprint, keys: list[BlockKey]) -> int:
         with space.view(keys) as views:
             copies = [np.array(array) for array in views.arrays]
             held = views.blocks
@@ -78,7 +77,7 @@ class Worker:
         self.counts["views" if views.valid else "views invalid"] += 1
         return held
 
-    def _push(self, space: Space, model: Fingerprint, keys: list[bytes], first: int) -> None:
+    def _push(self, space: Space, model: Fingerprint, keys: list[BlockKey], first: int) -> None:
         length = layout_of(model).block_bytes
         rows = np.stack(
             [payload(self._tag(model, key, self._writer), length) for key in keys[first:]]
