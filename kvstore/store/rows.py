@@ -62,6 +62,13 @@ class Rows:
             await asyncio.wait((self._task,), timeout=wait_ns / 1e9)
         return self._ledger.durable and not self._kept
 
+    async def settled(self, wait_ns: int) -> bool:
+        """Waits until all rows that were added are written. False as for `durable`."""
+        self.start()
+        if self._task is not None:
+            await asyncio.wait((self._task,), timeout=wait_ns / 1e9)
+        return self._ledger.durable and self._task is None and not (self._queue or self._kept)
+
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         try:

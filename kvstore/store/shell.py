@@ -42,6 +42,7 @@ from kvstore.model.values import (
     Reserved,
 )
 from kvstore.policy.links import Link
+from kvstore.store.archives import Archives
 from kvstore.store.regions import Regions
 from kvstore.store.rows import Rows
 from kvstore.store.sessions import Session, Sessions
@@ -82,7 +83,7 @@ class Store:
         self._host_tier = host_tier
         self._mover = mover
         self._ledger = ledger
-        self._archives = dict(archives or {})
+        self._archives = Archives(core, archives or {}, self.links, clock)
         self._sessions = Sessions()
         self._regions = Regions(core, host, host_tier, self._gone)
         self._rows = Rows(ledger, lambda ticket: core.persisted(ticket, clock.monotonic_ns()))
@@ -96,11 +97,13 @@ class Store:
         """Loads the durable rows into the core. Called once, before serving."""
         self.core.restore(self._ledger.rows())
         self._run()
+        self._archives.describe_all()
 
     def tick(self) -> None:
         """Expires what is due. Called by the daemon every few tens of milliseconds."""
         self.core.tick(self.clock.monotonic_ns())
         self._regions.retry()
+        self._mover.relieve()
         self._run()
 
     def drain(self) -> None:
@@ -132,13 +135,15 @@ class Store:
 
     def stats(self) -> StoreStats:
         """A snapshot of plain values: may be handed to another thread."""
-        host = self._host.stats()
+        host, archives = self._host.stats(), self._archives.stats()
+        states = {name: one.state for name, one in archives.items()}
         return StoreStats(
             state="draining" if self.draining else "ready",
             uptime_s=(self.clock.monotonic_ns() - self.started_ns) / 1e9,
             core=self.core.stats(),
-            tier_states={self.host_name: state_of(host)},
+            tier_states={self.host_name: state_of(host), **states},
             host=host,
+            archives=archives,
         )
 
     # ------------------------------------------------------------------ sessions
@@ -239,7 +244,7 @@ class Store:
         run = leading_run(codes)
         if run == len(keys) or not self._archives:
             return codes
-        archived = await self._find_archived(space_id, keys[run:])
+        archived = await self._archives.find(space_id, keys[run:])
         codes = self.core.lookup(session.id, space_id, keys)
         if isinstance(self.core.space_of(session.id, space_id), Reason):
             return codes  # closed meanwhile: the archive may not have forgotten it yet
@@ -247,13 +252,6 @@ class Store:
             1 + archived[key] if code == ABSENT and key in archived else code
             for code, key in zip(codes, keys, strict=True)
         )
-
-    async def _find_archived(self, space_id: int, keys: Sequence[bytes]) -> dict[bytes, int]:
-        found: dict[bytes, int] = {}
-        for tier, archive in self._archives.items():
-            missing = [key for key in keys if key not in found]
-            found.update(dict.fromkeys(await archive.find(space_id, missing), tier))
-        return found
 
     async def acquire(
         self,
@@ -264,20 +262,26 @@ class Store:
         mode: LeaseMode,
         ttl_ns: int | None,
         wait_ns: int,
+        load_ns: int = 0,
         all_or_nothing: bool = False,
     ) -> Leased:
-        """Read lease on what of `keys` is there, or comes within `wait_ns`.
+        """Read lease on what of `keys` is there, or comes within `wait_ns` from writers, or within
+        `load_ns` from slower tiers.
 
         `ttl_ns` counts from the answer; None is for view leases, which have no deadline.
         """
-        below = await self._find_archived(space_id, keys) if self._archives else {}
+        below = None
+        if load_ns and self._archives:
+            codes = self.core.lookup(session.id, space_id, keys)
+            below = await self._archives.below(space_id, keys, codes)
+        most_ns = max(wait_ns, load_ns) if below else wait_ns or load_ns
         now_ns = self.clock.monotonic_ns()
         acquired = self.core.acquire(
             session.id,
             space_id,
             keys,
             mode=mode,
-            until_ns=None if ttl_ns is None else now_ns + wait_ns + ttl_ns,
+            until_ns=None if ttl_ns is None else now_ns + most_ns + ttl_ns,
             wait=wait_ns > 0,
             all_or_nothing=all_or_nothing,
             below=below,
@@ -290,7 +294,7 @@ class Store:
         if acquired.ready:
             return self._settle(lease_id, keys)
         try:
-            await self._waiters.wait(lease_id, session.id, wait_ns)
+            await self._waiters.wait(lease_id, session.id, most_ns)
         except asyncio.CancelledError:
             self.release(session, (lease_id,))
             raise
@@ -392,6 +396,7 @@ class Store:
         """Copies a write lease's bytes and publishes them at once; returns when that is settled or
         `wait_ns` is over. Raises KVStoreError when the lease cannot be committed.
         """
+        until_ns = self.clock.monotonic_ns() + wait_ns
         committed = self.core.commit(session.id, lease_id, durable, self.clock.monotonic_ns())
         self._run()
         if committed.reason is not Reason.OK:
@@ -408,14 +413,27 @@ class Store:
             raise KVStoreError(Reason.SESSION_UNKNOWN, "the session ended during the commit")
         if not in_time and result.reason is Reason.OK:
             return result._replace(reason=Reason.DEADLINE_EXCEEDED)
+        left_ns = max(0, until_ns - self.clock.monotonic_ns())
+        if durable and result.reason is Reason.OK and not await self._rows.settled(left_ns):
+            # Blocks outlive the daemon only with the row that says whose they are.
+            return result._replace(reason=Reason.IO_ERROR)
         return result
 
     def copies_done(self, results: Iterable[tuple[int, bool, Reason, bytes | None, int]]) -> None:
         """Completions of the mover: (copy id, ok, reason, checksum, elapsed in ns)."""
         now_ns = self.clock.monotonic_ns()
         for copy_id, ok, reason, checksum, elapsed_ns in results:
+            self._archives.copied(copy_id, ok, elapsed_ns)
             self.core.done(copy_id, ok, reason, checksum, elapsed_ns, now_ns)
         self._run()
+
+    def archive_dropped(self, tier: int, space_id: int, keys: Sequence[bytes]) -> None:
+        """An archive has aged these out."""
+        self.core.archive_dropped(tier, space_id, keys)
+
+    def forgotten(self, count: int, durable: bool) -> None:
+        """So many names were forgotten by archives; durable: for good."""
+        self._archives.forgotten(count, durable)
 
     # ------------------------------------------------------------------ effects
 
@@ -427,6 +445,14 @@ class Store:
         """
         self._run()
         return await self._rows.durable(ticket, wait_ns)
+
+    async def until_forgotten(self, wait_ns: int) -> bool:
+        """Waits until no slower tier can give back what was invalidated, also after a restart.
+
+        False: one could not record it yet, or it is not done within `wait_ns`.
+        """
+        self._run()
+        return await self._archives.until_forgotten(wait_ns)
 
     def run_effects(self) -> None:
         """Runs what a command that was given to `core` directly left to do."""
@@ -448,6 +474,7 @@ class Store:
             # A defect costs one effect: the others are run, now or by the next command.
             self._running = False
             if moves:
+                self._archives.sent(moves)
                 self._mover.submit(moves)
         self._rows.start()
 
@@ -461,4 +488,5 @@ class Store:
         elif isinstance(effect, Unassign | UnassignStaging):
             self._regions.unassign(effect.region_id)
         elif isinstance(effect, Persist):
+            self._archives.note(effect)
             self._rows.add(effect)

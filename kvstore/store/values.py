@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvstore.core.effects import Copy, Forget
 from kvstore.model.reasons import Reason
 from kvstore.model.values import CoreStats, Place, Region
+from kvstore.tiers.base import ArchiveStats
 from kvstore.tiers.host import HostStats
 
 
@@ -16,6 +17,8 @@ class Mover(Protocol):
     """What runs the core's copies (kvstore.mover); they come back through `Store.copies_done`."""
 
     def submit(self, moves: Sequence[Copy | Forget]) -> None: ...
+
+    def relieve(self) -> None: ...
 
 
 class Leased(NamedTuple):
@@ -32,13 +35,16 @@ class Leased(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """What `Store.stats` tells; `tier_states` has a word or a sentence for each tier."""
+    """What `Store.stats` tells; `tier_states` has a word or a sentence for each tier, `archives`
+    the numbers of those that are not the core's.
+    """
 
     state: str
     uptime_s: float
     core: CoreStats
     tier_states: Mapping[str, str]
     host: HostStats
+    archives: Mapping[str, ArchiveStats] = field(default_factory=dict)
 
 
 WARM_SHARE = 15 / 16

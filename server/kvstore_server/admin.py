@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import kvstore
 from kvstore.model.fields import WEIGHT_EPOCH_MAX, check_name
-from kvstore.model.reasons import BadRequest, Reason
+from kvstore.model.reasons import BadRequest, KVStoreError, Reason
 from kvstore.model.record import Ring
 from kvstore.store import Store
 from kvstore.wire import convert
@@ -83,6 +83,20 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                     state=stats.tier_states.get(tier.name, "ok"),
                 )
                 for tier in core.pools
+            ]
+            + [
+                pb.TierStats(
+                    name=name,
+                    capacity_bytes=one.capacity_bytes,
+                    used_bytes=one.used_bytes,
+                    block_bytes=one.block_bytes,
+                    blocks=one.blocks,
+                    free_slots=one.free_slots,
+                    regions=one.regions,
+                    evictions=one.evictions,
+                    state=one.state,
+                )
+                for name, one in stats.archives.items()
             ],
             tenants=[
                 pb.TenantStats(
@@ -216,8 +230,19 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             why=request.why,
             now_ns=self._store.clock.monotonic_ns(),
         )
-        await self._store.durable(dropped.ticket, self._boundary.left_ns(call))
+        durable = await self._store.durable(dropped.ticket, self._boundary.left_ns(call))
+        if not (dropped.ticket and durable):
+            # A space whose row is gone for good is not restored, whatever a slower tier keeps.
+            await self._until_forgotten(call)
         return pb.InvalidateReply(dropped_blocks=dropped.blocks, spaces=dropped.spaces)
+
+    async def _until_forgotten(self, call: Call) -> None:
+        if not await self._store.until_forgotten(self._boundary.left_ns(call)):
+            raise KVStoreError(
+                Reason.IO_ERROR,
+                "nobody is given these blocks any more, but a slower tier could not record that "
+                "yet: ask again to learn whether it has, before the daemon is restarted",
+            )
 
     async def SetWeightEpoch(
         self, request: pb.SetWeightEpochRequest, context: Context

@@ -182,6 +182,12 @@ class Boundary:
         wait_ms = min(wait_ms, self.limits.lease_ttl_ms)
         return min(wait_ms * NS_PER_MS, self.left_ns(call))
 
+    def load_ns(self, call: Call) -> int:
+        """How long this call may wait for slower tiers. A tenth of its time is left for the
+        client's own copy of what has come.
+        """
+        return min(self.limits.lease_ttl_ms * NS_PER_MS, self.left_ns(call) * 9 // 10)
+
     async def within(self, call: Call, streaming: Awaitable[Reply]) -> Reply:
         """Awaits what a slow peer may stretch. KVStoreError(DEADLINE_EXCEEDED)."""
         try:

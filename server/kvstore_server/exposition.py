@@ -19,8 +19,9 @@ from prometheus_client.core import (
 )
 
 import kvstore
-from kvstore.model.values import CoreStats
+from kvstore.model.values import CoreStats, PoolStats
 from kvstore.store import StoreStats
+from kvstore.tiers.base import ArchiveStats
 from kvstore.tiers.host import HostStats
 from kvstore_server.counts import Counts, Histogram, result_of
 
@@ -58,8 +59,11 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauge("uptime_seconds", "Since the daemon's start.", [({}, store.uptime_s)])
     states = [({"state": state}, int(state == store.state)) for state in STATES]
     yield _gauge("state", "1 for the state that the daemon is in.", states)
+    yield from _of_tiers(store)
     yield from _of_core(store.core)
     yield from _of_host(store.host)
+    for tier, archive in store.archives.items():
+        yield from _of_archive(tier, archive)
     yield _gauge("fd_connections", "Clients on the fd socket.", [({}, snapshot.fd_connections)])
     events = [({"event": name}, n) for name, n in sorted(snapshot.fd_events.items())]
     yield _counter("fd_events", "What happened on the fd sockets.", events)
@@ -139,26 +143,35 @@ def _loads(counts: Counts) -> Iterator[Metric]:
     )
 
 
-def _of_core(core: CoreStats) -> Iterator[Metric]:
-    pools = [({"tier": pool.name}, pool) for pool in core.pools]
+def _of_tiers(store: StoreStats) -> Iterator[Metric]:
+    pools: list[tuple[dict[str, str], PoolStats | ArchiveStats]] = [
+        ({"tier": pool.name}, pool) for pool in store.core.pools
+    ]
+    tiers = pools + [({"tier": name}, archive) for name, archive in store.archives.items()]
     for name, text in (
         ("capacity_bytes", "Bytes that the tier may use."),
-        ("used_bytes", "Bytes of regions, closing ones and staging included."),
+        ("used_bytes", "Bytes of regions or files, and of all else that the tier takes."),
         ("block_bytes", "Bytes of blocks that can be read."),
+        ("blocks", "Blocks that can be read."),
+        ("free_slots", "Slots without a block in open regions."),
+        ("regions", "Open regions; of a disk: files."),
+    ):
+        yield _gauge(f"tier_{name}", text, [(tier, getattr(one, name)) for tier, one in tiers])
+    for name, text in (
         ("staging_bytes", "Bytes of staging regions."),
         ("closing_bytes", "Bytes of closed regions that a process still has mapped."),
         ("pinned_bytes", "Bytes of pinned blocks."),
-        ("blocks", "Blocks that can be read."),
-        ("free_slots", "Slots without a block in open regions."),
-        ("regions", "Open regions."),
         ("closing_regions", "Closed regions that a process still has mapped."),
     ):
         yield _gauge(f"tier_{name}", text, [(tier, getattr(pool, name)) for tier, pool in pools])
     yield _counter(
         "tier_evictions",
         "Blocks that made room for others.",
-        [(tier, pool.evictions) for tier, pool in pools],
+        [(tier, one.evictions) for tier, one in tiers],
     )
+
+
+def _of_core(core: CoreStats) -> Iterator[Metric]:
     for name, text in (
         ("used_bytes", "Bytes of the tenant's regions."),
         ("quota_bytes", "Bytes that the tenant keeps when others need room."),
@@ -193,6 +206,26 @@ def _of_host(host: HostStats) -> Iterator[Metric]:
         "Regions made, from prepared memory or on the spot.",
         [({"source": source}, n) for source, n in assigned.items()],
     )
+
+
+def _of_archive(tier: str, archive: ArchiveStats) -> Iterator[Metric]:
+    """A metric for each of its numbers: `kvstore_disk_saves_total`."""
+    yield _gauge(
+        f"{tier}_ok", "0 while something is wrong; status says what.", [({}, archive.state == "ok")]
+    )
+    for name, value in archive.gauges.items():
+        yield _gauge(f"{tier}_{name}", name.replace("_", " ") + ".", [({}, value)])
+    for name, rows in _labelled(archive.counters).items():
+        yield _counter(f"{tier}_{name}", name.replace("_", " ") + ".", rows)
+
+
+def _labelled(counters: Mapping[str, float]) -> dict[str, list[_Row]]:
+    """Counters "name label=value" by name."""
+    found: dict[str, list[_Row]] = {}
+    for counter, value in counters.items():
+        name, *labels = counter.split(" ")
+        found.setdefault(name, []).append((dict(one.split("=", 1) for one in labels), value))
+    return found
 
 
 _Row = tuple[dict[str, str], float]

@@ -180,6 +180,7 @@ class ReadCalls:
             mode=mode,
             ttl_ns=None if view else ttl_ms * NS_PER_MS,
             wait_ns=self._boundary.wait_ns(call, request.wait_ms),
+            load_ns=self._boundary.load_ns(call),
             all_or_nothing=request.all_or_nothing,
         )
         self._boundary.stage(call, "movement")

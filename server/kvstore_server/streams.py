@@ -63,6 +63,7 @@ class StreamCalls:
             mode=LeaseMode.COPY,
             ttl_ns=min(ttl_ns, self._boundary.left_ns(call)),
             wait_ns=self._boundary.wait_ns(call, request.wait_ms),
+            load_ns=self._boundary.load_ns(call),
         )
         self._boundary.stage(call, "plan")
         absence = self._reads.absence(call, request.space_id, keys, leased)
