@@ -42,6 +42,7 @@ __all__ = [
     "status",
 ]
 
+_TIER_OF_CODE = bytes([0xFF, *range(0xFF)])
 SPACE_GONE = frozenset({Reason.SPACE_UNKNOWN, Reason.SPACE_CLOSED, Reason.MISS_INVALIDATED})
 
 
@@ -223,12 +224,16 @@ def lookup(
     return Hit(
         blocks=blocks,
         tokens=blocks * spec.block_tokens,
-        tiers=bytes(code - 1 for code in tiers),
+        tiers=tiers.translate(_TIER_OF_CODE),
         keys=tuple(keys),
         plan=advice,
         reason=reason,
         differences=differences,
     )
+
+
+_TIER_OF_CODE = bytes([0, *range(255)])
+"""Presence codes of blocks that are there, to tier indexes."""
 
 
 def _group_hit(binding: Binding, reply: pb.LookupReply, asked: int) -> pb.GroupHit:

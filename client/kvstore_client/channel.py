@@ -29,6 +29,7 @@ __all__ = [
 
 SERVICE = "/kvstore.v1.Store/"
 RECEIVE_BYTES_MAX = 64 << 20
+KNOCK_TIMEOUT_S = 0.1
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", RECEIVE_BYTES_MAX),
     ("grpc.max_send_message_length", -1),
@@ -163,9 +164,34 @@ class GrpcTransport:
             return reply
 
     def attach(self, request: bytes, timeout_s: float | None) -> AttachStream:
+        self._knock()
         with GATE.call(), mapped():
             call: Any = self._the_channel().unary_stream(SERVICE + "Attach")
             return _GrpcAttach(call(request, timeout=timeout_s, wait_for_ready=False))
+
+    def _knock(self) -> None:
+        """Finds out that nobody listens without gRPC, whose attempts cost threads and a little
+        memory each: a daemon may be away for days.
+        """
+        try:
+            self._connected(self._path, KNOCK_TIMEOUT_S).close()
+        except (FileNotFoundError, ConnectionRefusedError, PermissionError) as error:
+            raise CallFailed(
+                Reason.UNAVAILABLE, f"{self._path}: {error.strerror}", outage=True
+            ) from None
+        except OSError:
+            pass  # a full backlog, a name too long: gRPC will say it
+
+    @staticmethod
+    def _connected(path: str, timeout_s: float) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(path)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
     def download(self, request: bytes, timeout_s: float) -> Iterator[bytes]:
         with GATE.call(), mapped():
@@ -183,14 +209,7 @@ class GrpcTransport:
             return reply
 
     def dial_memory(self, timeout_s: float) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            sock.settimeout(timeout_s)
-            sock.connect(f"{self._path}.fd")
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+        return self._connected(f"{self._path}.fd", timeout_s)
 
     def break_off(self) -> None:
         # Not through the gate: a fork that waits for it calls this.

@@ -36,6 +36,9 @@ class Forking(Protocol):
     def break_off(self) -> None:
         """In the parent: end the calls that are under way; they fail."""
 
+    def last_before_fork(self) -> None:
+        """In the parent, with the gate shut: end what came in between."""
+
     def after_fork_in_child(self) -> None:
         """In the child: forget connection, threads and locks; unmap; tell the daemon nothing."""
 
@@ -111,6 +114,8 @@ def _before() -> None:
         for one in list(_watched):
             one.break_off()
         GATE.empty_within(BREAK_OFF_S)
+    for one in list(_watched):
+        one.last_before_fork()
 
 
 def _in_child() -> None:

@@ -49,6 +49,7 @@ RELEASE_LINGER_NS = 5 * NS_PER_MS
 """Releases of calls that follow closely go together: each alone costs as much as the next call."""
 DETACH_TIMEOUT_S = 0.2
 PROBE_TIMEOUT_S = 0.5
+STUMBLE_PAUSE_S = 0.5
 OUTAGE_TIMEOUT_S_MIN = 0.1
 """A call that was given less says nothing about the daemon when it runs out of time."""
 
@@ -225,26 +226,37 @@ class Link:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                while not self._has_work():
-                    self._changed.wait(self._pause_s())
-                retired, self._retired = self._retired, []
-                closed = self._closed
-                probe = self._breaker.probe_in_ns(self._clock()) == 0
-                connect = self._session is None and (probe or self._wanted)
-                session = self._session
-                due = self._releases_due() and not self._breaker.is_open
-                batch = self._next_releases() if due else []
-            for over in retired:
-                end_session(over)
-            if closed:
-                return
-            if connect:
-                self._connect()
-            elif probe and session is not None:
-                self._probe(session)
-            if batch:
-                self._send_releases(batch)
+            try:
+                if not self._work_once():
+                    return
+            except Exception:  # the fail-open boundary: without this thread nothing recovers
+                log.exception("kvstore: the link stumbled")
+                with self._changed:
+                    self._changed.wait(STUMBLE_PAUSE_S)
+
+    def _work_once(self) -> bool:
+        """Waits for work and does it. False when the link is closed."""
+        with self._changed:
+            while not self._has_work():
+                self._changed.wait(self._pause_s())
+            retired, self._retired = self._retired, []
+            closed = self._closed
+            probe = self._breaker.probe_in_ns(self._clock()) == 0
+            connect = self._session is None and (probe or self._wanted)
+            session = self._session
+            due = self._releases_due() and not self._breaker.is_open
+            batch = self._next_releases() if due else []
+        for over in retired:
+            end_session(over)
+        if closed:
+            return False
+        if connect:
+            self._connect()
+        elif probe and session is not None:
+            self._probe(session)
+        if batch:
+            self._send_releases(batch)
+        return True
 
     def _has_work(self) -> bool:
         if self._closed or self._retired:
@@ -346,16 +358,14 @@ class Link:
 
     def _map_memory(self, session: Session, timeout_s: float) -> None:
         previous, self._previous = self._previous, None
-        unmapped: tuple[int, ...] = ()
-        if previous is not None and previous[0] == session.instance_id:
-            unmapped = previous[1].unreported()
+        same = previous is not None and previous[0] == session.instance_id
         session.memory = Memory.attach(
             session.transport.dial_memory(timeout_s),
             session.secret,
             timeout_s,
             populate=self._config.populate,
             on_hangup=lambda: self.lost(session),
-            unmapped=unmapped,
+            previous=previous[1] if previous is not None and same else None,
         )
 
     def _probe(self, session: Session) -> None:
@@ -437,6 +447,12 @@ class Link:
         for transport in (self._connecting, session.transport if session is not None else None):
             if transport is not None:
                 transport.break_off()
+
+    def last_before_fork(self) -> None:
+        """A stream session that was made since `before_fork`. Not through the gate: it is shut."""
+        session = self._session
+        if session is not None and session.stream is not None:
+            session.stream.cancel()
 
     def abandon_in_child(self) -> None:
         """After a fork: unmaps, and keeps what must not be closed: the parent uses it too."""

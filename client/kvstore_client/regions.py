@@ -96,6 +96,7 @@ class Memory:
         self,
         sock: socket.socket,
         regions: list[int],
+        left: dict[int, list[Region | Staging]],
         *,
         populate: bool,
         on_hangup: Callable[[], None],
@@ -113,8 +114,8 @@ class Memory:
         self._staging: Staging | None = None
         self._ahead = deque(regions) if populate else deque[int]()
         self._untouched: deque[tuple[shm.MappedRegion, int, bool]] = deque()
-        self._closing: dict[int, list[Region | Staging]] = {}
-        self._unreported: list[int] = []
+        # By region; an empty list is unmapped already and has to be told.
+        self._closing: dict[int, list[Region | Staging]] = left
         self._stopping = False
         self.alive = True
         self._thread = threading.Thread(target=self._watch, name="kvstore-memory", daemon=True)
@@ -129,13 +130,13 @@ class Memory:
         *,
         populate: bool,
         on_hangup: Callable[[], None],
-        unmapped: tuple[int, ...] = (),
+        previous: Memory | None = None,
     ) -> Memory:
         """Says Hello on a connected socket, which is taken over. Raises OSError (PermissionError
         when the daemon refuses).
 
-        unmapped: regions of this daemon that an earlier session of this process had mapped and that
-        are unmapped by now.
+        previous: that of this process's last session with the same daemon, which is told what
+        became of its regions.
         """
         try:
             sock.settimeout(timeout_s)
@@ -147,11 +148,10 @@ class Memory:
             reply = fd_pb2.FdReply.FromString(frame)
             if reply.seq != 1 or reply.WhichOneof("reply") != "welcome":
                 raise PermissionError(f"the fd socket refused: {Reason.from_wire(reply.reason)!r}")
-            for region_id in unmapped:
-                shm.send_frame(sock, _unmapped(region_id))
             sock.settimeout(FRAME_TIMEOUT_S)
             regions = [info.region_id for info in reply.welcome.regions]
-            return cls(sock, regions, populate=populate, on_hangup=on_hangup)
+            left = {} if previous is None else previous.left_behind()
+            return cls(sock, regions, left, populate=populate, on_hangup=on_hangup)
         except DecodeError as error:
             sock.close()
             raise ConnectionError("the fd socket answered garbage") from error
@@ -239,6 +239,8 @@ class Memory:
             self._end()
 
     def _pause_ms(self) -> int | None:
+        if any(not held for held in self._closing.values()):
+            return 0
         if self._untouched or (self._ahead and not self._asked):
             return 0
         return CLOSING_POLL_MS if self._closing else None
@@ -315,19 +317,14 @@ class Memory:
 
     def _finish_closing(self) -> bool:
         """Tells the daemon what nobody here views or copies any more. True if it told anything."""
-        gone = self._unmap_unheld()
-        for region_id in gone:
-            self._send(_unmapped(region_id))
-        return bool(gone)
-
-    def _unmap_unheld(self) -> list[int]:
-        gone = []
+        told = False
         for region_id, held in list(self._closing.items()):
             held[:] = [region for region in held if not region.drop()]
             if not held:
                 del self._closing[region_id]
-                gone.append(region_id)
-        return gone
+                self._send(_unmapped(region_id))
+                told = True
+        return told
 
     def _work_ahead(self) -> None:
         if self._untouched:
@@ -363,19 +360,20 @@ class Memory:
         if self._stopping:
             self._finish_closing()
         else:
-            self._unreported += self._unmap_unheld()
+            # Nobody can be told now; unmapped at once all the same.
+            for held in self._closing.values():
+                held[:] = [region for region in held if not region.drop()]
         self._sock.close()
         os.close(self._wake_fd)
         if not self._stopping:
             self._on_hangup()
 
-    def unreported(self) -> tuple[int, ...]:
-        """After a hang-up: what was unmapped without telling the daemon, which counts it as held by
-        this process for as long as both of them live. For `attach` of the next session.
+    def left_behind(self) -> dict[int, list[Region | Staging]]:
+        """After the end: regions that the daemon has not been told of, with what still holds them.
+        It counts them as mapped by this process for as long as both of them live.
         """
-        self._unreported += self._unmap_unheld()
-        told, self._unreported = self._unreported, []
-        return tuple(told)
+        left, self._closing = self._closing, {}
+        return left
 
     def close(self) -> None:
         """Unmaps, tells the daemon, hangs up. Idempotent; waits for the watcher."""

@@ -166,6 +166,9 @@ class Root:
     def break_off(self) -> None:
         self._link.break_off()
 
+    def last_before_fork(self) -> None:
+        self._link.last_before_fork()
+
     def after_fork_in_child(self) -> None:
         if self._pid == os.getpid():
             return
@@ -201,7 +204,8 @@ def typed_error(failure: CallFailed) -> KVStoreError:
 def check_keys(keys: object) -> list[BlockKey] | None:
     """`keys` if they are block keys, None if they are something else (tokens)."""
     if isinstance(keys, list | tuple) and keys and isinstance(keys[0], bytes):
-        if not all(type(key) is bytes and len(key) == KEY_BYTES for key in keys):
+        # Sets over maps: a long prompt has thousands of keys, and this runs on every call.
+        if set(map(type, keys)) != {bytes} or set(map(len, keys)) != {KEY_BYTES}:
             raise BadRequest(
                 Reason.BAD_KEY_LENGTH, f"a key is {KEY_BYTES} bytes and nothing else", "keys"
             )
