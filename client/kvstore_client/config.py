@@ -27,8 +27,8 @@ class ClientConfig:
         skipped push. Change it: to less than what a miss may cost an engine's first token; to more
         for pushes of gigabytes, which take 0.3-0.5 s a GiB.
     transport: "auto" maps the daemon's memory and falls back to byte streams where it cannot (a
-        container without the fd socket). Change it: "shm" to be refused rather than served slower
-        (4-5 times), "stream" to share no memory with the daemon.
+        container without the fd socket). Change it: "shm" to be refused rather than served
+        several times slower, "stream" to share no memory with the daemon.
     connect_timeout_ms: one attempt to reach the daemon. Change it: to more on a machine so loaded
         that a healthy daemon answers later than this.
     breaker_failures: calls in a row that fail for want of an answer before no more are made. Change

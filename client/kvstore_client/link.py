@@ -351,7 +351,7 @@ class Link:
             if kind == "shm":
                 stream.end()
                 raise CallFailed(Reason.NOT_SUPPORTED, f"no fd socket: {why}")
-            session.detail = f"no fd socket ({why}): bytes go through gRPC, 4-5 times slower"
+            session.detail = f"no fd socket ({why}): bytes go through gRPC, several times slower"
             log.warning("kvstore: %s", session.detail)
         session.stream = stream
         stream.on_end(lambda: self.lost(session))

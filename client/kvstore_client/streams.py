@@ -1,4 +1,4 @@
-"""Blocks as byte streams, for a client that cannot map the daemon's memory: 4-5 times slower.
+"""Blocks as byte streams, for a client that cannot map the daemon's memory: several times slower.
 
 What arrives is checked block by block: order, length, and the xxh3-128 of the whole block that the
 daemon sent. Only blocks that pass count; the first that does not ends the run.

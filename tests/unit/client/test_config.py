@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ from kvstore_client import ClientConfig
 
 
 def test_every_field_is_documented_with_when_to_change_it() -> None:
-    text = ClientConfig.__doc__ or ""
+    text = inspect.getdoc(ClientConfig) or ""
     fields = dataclasses.fields(ClientConfig)
     assert len(fields) <= 10
     for field in fields:
-        assert f"\n    {field.name}: " in text, field.name
+        assert f"\n{field.name}: " in text, field.name
     described = " ".join(text.split()).split("Change it:")
     assert len(described) - 1 >= len(fields) - 1  # None of the prefill cost is said in words
 
