@@ -1,8 +1,8 @@
 """`kvstore`, the operator's tool: one command a file, each imported when it is called for.
 
-It talks to a running daemon over its admin socket (`connect`), or works alone (`plan`). Exit codes:
-0 it is so, 1 what was asked is not so, 2 wrong usage, 4 the daemon cannot be reached. Nothing
-imports this package.
+It talks to a running daemon over its admin socket (`connect`), or works alone (`plan`, `verify`).
+Exit codes: 0 it is so, 1 what was asked is not so, 2 wrong usage, 4 the daemon cannot be reached.
+Nothing imports this package.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ COMMANDS = (
     "top",
     "trace",
     "unpin",
+    "verify",
 )
 """Each is a module of this package that defines `command`."""
 

@@ -365,14 +365,6 @@ def pack_row_key(space_id: int, key: bytes) -> bytes:
     return _ROW_KEY.pack(space_id, key)
 
 
-def unpack_row_key(packed: Packed) -> tuple[int, bytes] | Fault:
-    """(space id, key), or why the bytes are no row's name."""
-    if len(packed) != ROW_KEY_BYTES:
-        return Fault(Finding.TRUNCATED, detail=f"{len(packed)} of {ROW_KEY_BYTES} bytes")
-    space_id, key = _ROW_KEY.unpack(packed)
-    return space_id, key
-
-
 def pack_segment(segment: Segment) -> bytes:
     """Without its id, which is its name."""
     _check_size("tenant_digest", segment.tenant_digest, DIGEST_BYTES)
