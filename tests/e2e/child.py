@@ -291,6 +291,22 @@ def sdk_roundtrip(path: str, verb: str, seed: str) -> None:
         heard()
 
 
+def sdk_idle(path: str, seed: str) -> None:
+    """Puts and gets 16 MiB with the SDK, then calls nothing until it is told to."""
+    from kvstore_client import Client, ClientConfig
+
+    fingerprint = model(1 << 16)
+    prompt = Prompt(fingerprint, int(seed), blocks=256)
+    rows = np.stack(prompt.rows())
+    with Client(path, config=ClientConfig(deadline_ms=10_000)) as client:
+        space = client.space(fingerprint)
+        while True:
+            space.push(prompt.keys, rows)
+            fetched = space.fetch(prompt.keys)
+            say(right=int((np.asarray(fetched.data)[: fetched.blocks] == rows).all(1).sum()))
+            heard()
+
+
 def _mapped() -> list[str]:
     """Names of the store's memory that is mapped here."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
@@ -304,6 +320,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "late_writer": late_writer,
     "rank": rank_one,
     "reader": reader,
+    "sdk_idle": sdk_idle,
     "sdk_roundtrip": sdk_roundtrip,
     "tamper": tamper,
     "unrevised": unrevised,

@@ -151,7 +151,11 @@ def assert_quiet(admin: RawAdmin, slot_bytes: int | None = None, deadline_s: flo
 
     slot_bytes: where all slots have one size, the slots' bytes too.
     """
-    seconds = seconds_until("gauges at 0", lambda: not held(admin.stats()), deadline_s)
+    started = time.monotonic()
+    while found := held(admin.stats()):
+        assert time.monotonic() - started < deadline_s, f"still held: {found}"
+        time.sleep(POLL_S)
+    seconds = time.monotonic() - started
     stats = admin.stats()
     host = stats.tiers[0]
     assert 0 <= host.used_bytes <= host.capacity_bytes
