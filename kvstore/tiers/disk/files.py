@@ -20,7 +20,7 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -274,7 +274,8 @@ class SegmentFiles:
             raise OSError(errno.EIO, detail, self._path(segment_id))
 
     def fdatasync(self, segment_id: int) -> None:
-        with self._use(segment_id) as handle:
+        handle = self._enter(segment_id)
+        try:
             # Before the call: what is written while it runs may not be covered by it.
             handle.dirty = False
             self._calls.fdatasync(handle.fd)
@@ -283,6 +284,8 @@ class SegmentFiles:
                 raise FileNotFoundError(errno.ENOENT, "removed", self._path(segment_id))
             if not handle.direct:
                 self._drop_cache(handle.fd, 0, 0)
+        finally:
+            self._leave(handle)
 
     def unlink(self, segment_id: int) -> None:
         with self._guard:
@@ -357,19 +360,20 @@ class SegmentFiles:
         write: bool,
     ) -> int:
         while True:
-            with self._use(segment_id, write=write) as handle:
-                handle.dirty |= write
-                try:
-                    done = self._move(call, handle.fd, offset, buffers)
-                except OSError as error:
-                    # Offsets and buffers are whole pages, so it is the alignment that it refuses.
-                    if error.errno != errno.EINVAL or not handle.direct:
-                        raise
-                    self._no_direct = f"direct I/O of {PAGE_BYTES}-byte pages is refused"
-                    continue
+            handle = self._enter(segment_id, write)
+            try:
+                done = self._move(call, handle.fd, offset, buffers)
                 if not handle.direct and not write:
                     self._drop_cache(handle.fd, offset, done)
                 return done
+            except OSError as error:
+                # Offsets and buffers are whole pages, so it is the alignment that it refuses.
+                if error.errno != errno.EINVAL or not handle.direct:
+                    raise
+                self._no_direct = f"direct I/O of {PAGE_BYTES}-byte pages is refused"
+            finally:
+                handle.dirty |= write
+                self._leave(handle)
 
     def _move(
         self,
@@ -386,13 +390,9 @@ class SegmentFiles:
 
     # ------------------------------------------------------------------ open files
 
-    @contextlib.contextmanager
-    def _use(self, segment_id: int, *, write: bool = False) -> Iterator[_Handle]:
-        handle = self._opened(segment_id, write) or self._enter(segment_id, write)
-        try:
-            yield handle
-        finally:
-            self._leave(handle)
+    def _enter(self, segment_id: int, write: bool = False) -> _Handle:
+        """An open file that stays open until `_leave`."""
+        return self._opened(segment_id, write) or self._add(segment_id, write)
 
     def _opened(self, segment_id: int, write: bool) -> _Handle | None:
         with self._guard:
@@ -408,7 +408,7 @@ class SegmentFiles:
     def _serves(self, handle: _Handle, write: bool) -> bool:
         return handle.direct == (not self._no_direct) and (handle.writable or not write)
 
-    def _enter(self, segment_id: int, write: bool) -> _Handle:
+    def _add(self, segment_id: int, write: bool) -> _Handle:
         made = self._open(segment_id, write)
         idle: _Handles = []
         with self._guard:

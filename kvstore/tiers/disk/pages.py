@@ -120,7 +120,9 @@ def transfer(call: Callable[[Sequence[Bytes], int], int], buffers: Sequence[Byte
     return done
 
 
-def _rest(buffers: Sequence[Bytes], done: int) -> list[Bytes]:
+def _rest(buffers: Sequence[Bytes], done: int) -> Sequence[Bytes]:
+    if done == 0 and len(buffers) <= _BUFFERS_MAX:
+        return buffers
     rest: list[Bytes] = []
     for data in buffers:
         if done >= data.nbytes:
