@@ -129,6 +129,7 @@ class Boundary:
             raise KVStoreError(Reason.SESSION_UNKNOWN, "attach first")
         call.record.engine_id = call.session.engine_id
         bound_text(request_id, "request_id")
+        call.record.record.request_id = request_id
 
     def finish(self, call: Call) -> None:
         """Ends the record, and the place among the calls under way. Idempotent."""
@@ -148,7 +149,7 @@ class Boundary:
         left_ns = self.limits.reserve_ttl_ms * NS_PER_MS if left_s is None else int(left_s * 1e9)
         record = RecordBuilder(
             op,
-            request_id[:TEXT_BYTES_MAX],
+            request_id[:TEXT_BYTES_MAX],  # of a call that is refused before it is looked at
             tenant,
             now_ns,
             self.store.clock.wall_s(),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.config import Limits
-from kvstore.model.cost import PrefillCost
+from kvstore.model.cost import COST_MAX, PrefillCost
 from kvstore.model.hits import GroupPresence, HitRule, agreed_tokens, leading_run
 from kvstore.model.layout import Layout
 from kvstore.model.plan import Plan
@@ -283,7 +283,9 @@ def _prefill(request: pb.LookupRequest) -> PrefillCost | None:
         return None
     cost = PrefillCost(request.prefill.a_us_per_token, request.prefill.b_us_per_token2)
     if not cost.valid():
-        raise BadRequest(Reason.BAD_SIZE, "prefill costs are finite and not negative")
+        raise BadRequest(
+            Reason.BAD_SIZE, f"prefill costs are from 0 to {COST_MAX:g} us, and not both 0"
+        )
     return cost
 
 

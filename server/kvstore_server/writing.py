@@ -59,6 +59,7 @@ class WriteCalls:
             attempt=request.attempt,
             ttl_ns=ttl(request.ttl_ms, self._limits.reserve_ttl_ms) * NS_PER_MS,
         )
+        self._boundary.stage(call, "plan")
         call.reason = reserved.reason
         call.record.count("blocks", len(chain) - request.first_block, len(reserved.wanted))
         return reserved
