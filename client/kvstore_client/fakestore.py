@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore import gather, shm
+from kvstore import shm
 from kvstore.model.fingerprint import Verdict
 from kvstore.model.layout import Layout, layout_of
 from kvstore.model.reasons import KVStoreError, Reason
@@ -332,13 +332,6 @@ class FakeStore:
                 header = pb.ChunkHeader(block=block, offset=offset)
                 payload = data[offset : offset + CHUNK_BYTES].tobytes()
                 chunks.append(pb.FetchChunk(header=header, payload=payload))
-            chunks.append(
-                pb.FetchChunk(
-                    header=pb.ChunkHeader(
-                        block=block, offset=data.size, last=True, checksum=gather.digest(data)
-                    )
-                )
-            )
         end = OK if len(run) == len(keys) else pb.REASON_MISS_NEVER_STORED
         chunks.append(pb.FetchChunk(header=pb.ChunkHeader(block=len(run), reason=end)))
         return chunks

@@ -143,15 +143,15 @@ def unpack_u64(data: bytes) -> NDArray[np.uint64]:
     return np.frombuffer(data, "<u8")
 
 
-def encode_fetch_chunk(header: bytes, payload: memoryview | bytes) -> bytes:
-    """A FetchChunk, header first, with one copy of the payload. `header` is an encoded ChunkHeader.
+def encode_fetch_chunk(header: bytes, *payload: memoryview | bytes) -> bytes:
+    """A FetchChunk, header first, with one copy of the payload, given in pieces. `header` is an
+    encoded ChunkHeader.
 
     Field numbers and wire types of protos/kvstore/v1/store.proto: header = 1, payload = 2, both
     length-delimited.
     """
-    return b"".join(
-        (b"\x0a", _varint(len(header)), header, b"\x12", _varint(len(payload)), payload)
-    )
+    length = sum(map(len, payload))
+    return b"".join((b"\x0a", _varint(len(header)), header, b"\x12", _varint(length), *payload))
 
 
 def decode_fetch_chunk(data: bytes) -> tuple[pb.ChunkHeader, memoryview]:

@@ -6,10 +6,11 @@ it, however slow the peer is.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from kvstore.config import Limits
 from kvstore.model.layout import Layout
@@ -22,7 +23,7 @@ from kvstore_server.boundary import Boundary, Call
 from kvstore_server.reading import ReadCalls
 from kvstore_server.writing import WriteCalls
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 2 << 20
 """Payload of one message: 1-4 MiB is where gRPC is fastest."""
 
 
@@ -86,49 +87,41 @@ class StreamCalls:
         first: pb.ChunkHeader,
         end: Reason,
     ) -> None:
-        asked, sent = len(leased.places), 0
-        await call.send(convert.encode_fetch_chunk(first.SerializeToString(), b""))
-        for block, place in enumerate(leased.places):
-            if place is None:
-                break
-            void = await self._send_block(call, space_id, block, place, layout.block_bytes)
+        await call.send(convert.encode_fetch_chunk(first.SerializeToString()))
+        run = list(itertools.takewhile(lambda place: place is not None, leased.places))
+        sent = 0
+        for piece in _pieces(len(run), layout.block_bytes):
+            places = [p for p in run[piece.block : piece.block + piece.blocks] if p is not None]
+            message = self._chunk(piece, places)
+            void = self._void(call.the_session(), space_id, places)
             if void is not None:
                 end = void
                 break
-            sent += 1
-        call.record.count("blocks", asked, sent)
+            await call.send(message)
+            sent = piece.done
+        call.record.count("blocks", len(leased.places), sent)
         if sent:
             call.tier = self._store.host_name
         call.reason = end
         last = pb.ChunkHeader(block=sent, reason=convert.reason_to_wire(end))
-        await call.send(convert.encode_fetch_chunk(last.SerializeToString(), b""))
+        await call.send(convert.encode_fetch_chunk(last.SerializeToString()))
 
-    async def _send_block(
-        self, call: Call, space_id: int, block: int, place: Place, block_bytes: int
-    ) -> Reason | None:
-        """Sends a block and its checksum. The reason why what was sent is void, if it is: a reader
-        was so slow that the lease ran out, or the space was closed meanwhile.
+    def _chunk(self, piece: _Piece, places: Sequence[Place]) -> bytes:
+        header = pb.ChunkHeader(block=piece.block, offset=piece.offset)
+        views = [
+            self._store.block_view(place, piece.offset + piece.length).data[piece.offset :]
+            for place in places
+        ]
+        return convert.encode_fetch_chunk(header.SerializeToString(), *views)
+
+    def _void(self, session: Session, space_id: int, places: Sequence[Place]) -> Reason | None:
+        """Why what was just copied may not be sent, if so: the reader was so slow that the lease
+        ran out, or the space was closed meanwhile.
         """
-        void = self._void(call.the_session(), space_id, place)
-        if void is not None:
-            return void
-        data = self._store.block_view(place, block_bytes).data
-        digest = xxhash.xxh3_128()
-        for header, payload in _pieces(block, data):
-            digest.update(payload)
-            await call.send(convert.encode_fetch_chunk(header, payload))
-        void = self._void(call.the_session(), space_id, place)
-        if void is not None:
-            return void
-        seal = pb.ChunkHeader(block=block, offset=block_bytes, last=True, checksum=digest.digest())
-        await call.send(convert.encode_fetch_chunk(seal.SerializeToString(), b""))
-        return None
-
-    def _void(self, session: Session, space_id: int, place: Place) -> Reason | None:
         space = self._store.core.space_of(session.id, space_id)
         if isinstance(space, Reason):
             return space
-        same = self._store.generation(place) == place.generation
+        same = all(self._store.generation(place) == place.generation for place in places)
         return None if same else Reason.GENERATION_CHANGED
 
     # ------------------------------------------------------------------ push
@@ -213,8 +206,28 @@ async def _first(chunks: AsyncIterator[pb.PushChunk]) -> pb.PushChunk | None:
     return None
 
 
-def _pieces(block: int, data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """(encoded header, payload) of the messages that carry a block's bytes."""
-    for offset in range(0, len(data), CHUNK_BYTES):
-        header = pb.ChunkHeader(block=block, offset=offset).SerializeToString()
-        yield header, data[offset : offset + CHUNK_BYTES]
+class _Piece(NamedTuple):
+    """What one message carries: `length` bytes from `offset` on of each of `blocks` blocks. `done`:
+    blocks that are complete after it.
+    """
+
+    block: int
+    blocks: int
+    offset: int
+    length: int
+    done: int
+
+
+def _pieces(blocks: int, block_bytes: int) -> Iterator[_Piece]:
+    """Several whole blocks a message where they are small, several messages a block else."""
+    several = CHUNK_BYTES // block_bytes
+    if several:
+        for block in range(0, blocks, several):
+            count = min(several, blocks - block)
+            yield _Piece(block, count, 0, block_bytes, block + count)
+        return
+    for block in range(blocks):
+        for offset in range(0, block_bytes, CHUNK_BYTES):
+            length = min(CHUNK_BYTES, block_bytes - offset)
+            done = block + (offset + length == block_bytes)
+            yield _Piece(block, 1, offset, length, done)

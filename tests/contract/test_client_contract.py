@@ -602,15 +602,19 @@ def test_no_lie_raises_or_is_believed(make: MakeClient, store: FakeStore, method
 
 
 def test_streams_that_lie_are_misses(make: MakeClient, store: FakeStore) -> None:
-    """Chunks late, twice, out of order, too long, damaged, or an end too soon."""
+    """Chunks late, twice, out of order, too long, too short, or an end too soon."""
     stream = config("stream", breaker_failures=1_000)
     quiet = make(transport=store.transport, config=stream).space(MODEL)
     data = rows(3, BLOCK_BYTES)
     keys = quiet.keys(tokens(3))
     quiet.push(keys, data)
 
-    def damaged(chunks: list[Any]) -> list[Any]:
-        chunks[3].payload = b"\0" + chunks[3].payload[1:]
+    def cut(chunks: list[Any]) -> list[Any]:
+        chunks[2].payload = chunks[2].payload[:-1]
+        return chunks
+
+    def longer(chunks: list[Any]) -> list[Any]:
+        chunks[2].payload += b"\0"
         return chunks
 
     def header(index: int, **fields: Any) -> Callable[[list[Any]], list[Any]]:
@@ -627,16 +631,16 @@ def test_streams_that_lie_are_misses(make: MakeClient, store: FakeStore) -> None
         (lambda chunks: chunks[:1], 0),
         (lambda chunks: chunks[1:], 0),
         (lambda chunks: chunks[:-1], 3),
-        (lambda chunks: [*chunks[:3], *chunks[5:]], 1),
-        (lambda chunks: [*chunks[:2], chunks[1], *chunks[2:]], 0),
-        (lambda chunks: [chunks[0], chunks[3], *chunks], 0),
-        (lambda chunks: [*chunks[:3], grpc.StatusCode.UNAVAILABLE], 1),
-        (lambda chunks: [*chunks[:3], NEVER], 1),
-        (lambda chunks: [*chunks[:3], b"\xff\xff\xff"], 1),
-        (damaged, 1),
-        (header(3, offset=1), 1),
-        (header(3, block=77), 1),
-        (header(4, checksum=b""), 1),
+        (lambda chunks: [*chunks[:2], *chunks[3:]], 1),
+        (lambda chunks: [*chunks[:2], chunks[1], *chunks[2:]], 1),
+        (lambda chunks: [chunks[0], chunks[2], *chunks], 0),
+        (lambda chunks: [*chunks[:2], grpc.StatusCode.UNAVAILABLE], 1),
+        (lambda chunks: [*chunks[:2], NEVER], 1),
+        (lambda chunks: [*chunks[:2], b"\xff\xff\xff"], 1),
+        (cut, 1),
+        (longer, 1),
+        (header(2, offset=1), 1),
+        (header(2, block=77), 1),
         (header(0, block_bytes=1), 0),
         (header(0, fingerprint_digest=b"another"), 0),
         (lambda chunks: [*chunks, *chunks], 3),
@@ -651,6 +655,45 @@ def test_streams_that_lie_are_misses(make: MakeClient, store: FakeStore) -> None
         assert fetched.blocks == right, (number, fetched.reason)
         assert (fetched.reason is Reason.OK) == (number == len(lies) - 1), number
         assert np.array_equal(fetched.data[:right], data[:right]), number
+
+
+def recut(chunks: list[Any], payload_bytes: int) -> list[Any]:
+    """The same stream in messages of another size."""
+    first, *middle, last = chunks
+    data = b"".join(chunk.payload for chunk in middle)
+    cut = [
+        pb.FetchChunk(
+            header=pb.ChunkHeader(block=at // BLOCK_BYTES, offset=at % BLOCK_BYTES),
+            payload=data[at : at + payload_bytes],
+        )
+        for at in range(0, len(data), payload_bytes)
+    ]
+    return [first, *cut, last]
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize(
+    ("payload_bytes", "right"),
+    [
+        (BLOCK_BYTES // 4, 5),
+        (BLOCK_BYTES, 5),
+        (2 * BLOCK_BYTES, 5),
+        (9 * BLOCK_BYTES, 5),
+        (3 * BLOCK_BYTES // 2, 0),  # ends inside a block that it did not begin
+    ],
+)
+def test_streams_may_be_cut_in_many_ways(
+    make: MakeClient, store: FakeStore, payload_bytes: int, right: int, part: bool
+) -> None:
+    def answer(method: str, request: Any) -> Any:
+        return recut(store.answer(method, request), payload_bytes) if method == "Fetch" else None
+
+    space = make(transport=answered(store, answer), config=config("stream")).space(MODEL)
+    data = rows(5, BLOCK_BYTES)
+    assert space.push(tokens(5), data).stored == 5
+    fetched = space.fetch(space.keys(tokens(5)), part=part)
+    assert fetched.blocks == right, fetched
+    assert np.array_equal(fetched.data[:right], data[:right])
 
 
 def test_newer_daemons_are_understood(make: MakeClient, store: FakeStore) -> None:

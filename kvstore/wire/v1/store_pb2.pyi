@@ -1243,21 +1243,15 @@ class ChunkHeader(google.protobuf.message.Message):
 
     BLOCK_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
-    LAST_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
-    CHECKSUM_FIELD_NUMBER: builtins.int
     FINGERPRINT_DIGEST_FIELD_NUMBER: builtins.int
     BLOCK_BYTES_FIELD_NUMBER: builtins.int
     block: builtins.int
     """index into the request's keys"""
     offset: builtins.int
     """of payload within the block"""
-    last: builtins.bool
-    """of this block"""
     reason: Global___Reason.ValueType
     """on the final message: OK, or why the next block is absent"""
-    checksum: builtins.bytes
-    """xxh3-128 of the whole block, on its last chunk"""
     fingerprint_digest: builtins.bytes
     """on the first message"""
     block_bytes: builtins.int
@@ -1267,19 +1261,20 @@ class ChunkHeader(google.protobuf.message.Message):
         *,
         block: builtins.int = ...,
         offset: builtins.int = ...,
-        last: builtins.bool = ...,
         reason: Global___Reason.ValueType = ...,
-        checksum: builtins.bytes = ...,
         fingerprint_digest: builtins.bytes = ...,
         block_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block", b"block", "block_bytes", b"block_bytes", "checksum", b"checksum", "fingerprint_digest", b"fingerprint_digest", "last", b"last", "offset", b"offset", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block", b"block", "block_bytes", b"block_bytes", "fingerprint_digest", b"fingerprint_digest", "offset", b"offset", "reason", b"reason"]) -> None: ...
 
 Global___ChunkHeader: typing_extensions.TypeAlias = ChunkHeader
 
 @typing.final
 class FetchChunk(google.protobuf.message.Message):
-    """The header is always encoded before the payload."""
+    """Payload begins at header.offset of header.block and may run on over whole blocks that follow, never over a part of
+    one. It was copied before the generations were compared, so what arrives is what was committed. The header is always
+    encoded before the payload.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

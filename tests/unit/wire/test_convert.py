@@ -68,8 +68,9 @@ def test_a_cut_place_is_refused() -> None:
 
 @given(st.binary(max_size=300), st.integers(0, 2**31))
 def test_a_chunk_encoded_by_hand_is_the_generated_one(payload: bytes, block: int) -> None:
-    header = pb.ChunkHeader(block=block, offset=7, last=True)
-    data = convert.encode_fetch_chunk(header.SerializeToString(), memoryview(payload))
+    header = pb.ChunkHeader(block=block, offset=7)
+    pieces = memoryview(payload)[:100], memoryview(payload)[100:]
+    data = convert.encode_fetch_chunk(header.SerializeToString(), *pieces)
     assert pb.FetchChunk.FromString(data) == pb.FetchChunk(header=header, payload=payload)
     parsed, view = convert.decode_fetch_chunk(data)
     assert parsed == header
