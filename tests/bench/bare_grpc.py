@@ -46,7 +46,9 @@ class BareGrpc:
 
     def into(self, out: NDArray[np.uint8]) -> None:
         """Fills uint8 [n, MESSAGE_BYTES], a message a row."""
-        for row, message in enumerate(self._stream(str(len(out)).encode(), timeout=60)):
+        for row, message in enumerate(
+            self._stream(str(len(out)).encode(), timeout=60, wait_for_ready=True)
+        ):
             np.copyto(out[row], np.frombuffer(message, np.uint8))
 
     def __exit__(
