@@ -277,9 +277,10 @@ def sdk_roundtrip(path: str, verb: str, seed: str) -> None:
     prompt = Prompt(fingerprint, int(seed), blocks=16)
     with Client(path, config=ClientConfig(deadline_ms=10_000)) as client:
         space = client.space(fingerprint)
+        kind = client.connection().transport
         if verb == "put":
             pushed = space.push(prompt.keys, np.stack(prompt.rows()))
-            say(stored=pushed.stored, reason=pushed.reason.name, mapped=_mapped())
+            say(stored=pushed.stored, reason=pushed.reason.name, kind=kind, mapped=_mapped())
         else:
             fetched = space.fetch(prompt.keys)
             rows = np.asarray(fetched.data)
@@ -287,7 +288,7 @@ def sdk_roundtrip(path: str, verb: str, seed: str) -> None:
                 prompt.finding(index, rows[index]) is Finding.RIGHT
                 for index in range(fetched.blocks)
             )
-            say(right=right, reason=fetched.reason.name, mapped=_mapped())
+            say(right=right, reason=fetched.reason.name, kind=kind, mapped=_mapped())
         heard()
 
 

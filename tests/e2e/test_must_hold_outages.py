@@ -366,6 +366,5 @@ def test_views_from_before_a_restart_are_refused(daemons: Daemons, config: Clien
             daemon.kill()
             daemon.start()
             until("the client has noticed", lambda: not views.valid)
-        assert not views.valid
         for index, row in enumerate(kept):
             assert PROMPT.finding(index, row) is Finding.RIGHT
