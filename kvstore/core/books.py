@@ -88,19 +88,19 @@ class Books:
     @property
     def moves_full(self) -> bool:
         """Whether as many saves, demotions and promotions are out as may be."""
-        limits = self.limits
-        return (
-            self.moving >= limits.copies_in_flight_max
-            and self.moving_bytes >= limits.copies_in_flight_bytes
-        )
+        return self._full(self.moving, self.moving_bytes)
 
     @property
     def loads_full(self) -> bool:
         """Whether as many loads are out as may be."""
+        return self._full(self.loading, self.loading_bytes)
+
+    def _full(self, copies: int, copied_bytes: int) -> bool:
         limits = self.limits
+        if copied_bytes >= limits.copies_in_flight_share * self.ingest.capacity_bytes:
+            return True
         return (
-            self.loading >= limits.copies_in_flight_max
-            and self.loading_bytes >= limits.copies_in_flight_bytes
+            copies >= limits.copies_in_flight_max and copied_bytes >= limits.copies_in_flight_bytes
         )
 
     def next_id(self, kind: str) -> int:

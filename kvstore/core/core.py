@@ -344,6 +344,10 @@ class Core:
             elif (session := self.books.sessions.get(claimant)) is not None:
                 self._writes.grant(session, total_bytes, now_ns)
 
+    def save_hottest(self, now_ns: int) -> int:
+        """Begins to save the warmest blocks that no archive has, as many as may be out; how many."""
+        return self._moves.save_hottest()
+
     def archive_dropped(self, tier: int, space_id: int, keys: Iterable[bytes]) -> None:
         """An archive has aged these names out: evicting the blocks is no longer free."""
         space = self.books.spaces.get(space_id)

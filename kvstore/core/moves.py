@@ -8,6 +8,7 @@ dropped unsaved, and counted; nothing ever waits in a command.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 
 from kvstore.core.arena import Arena
@@ -203,6 +204,44 @@ class Moves:
             _hold_for_save(slot)
         flight.durable.append(lease)
         lease.saves += 1
+
+    def save_hottest(self) -> int:
+        """Saves the most recently used blocks that no archive has, with their ancestors, as many as
+        may be out; how many were begun.
+        """
+        begun = self.books.moving
+        for arena in self.books.pools:
+            archive = self.books.archive_below(arena.tier)
+            if archive is None:
+                continue
+            unsaved = (
+                slot
+                for pool in arena.pools.values()
+                for region in pool.regions.values()
+                for slot in region.slots
+                if self._can_be_saved(slot)
+            )
+            room = self.books.limits.copies_in_flight_max
+            for slot in heapq.nlargest(room, unsaved, key=lambda slot: slot.touched_ns):
+                space = slot.space
+                assert space is not None
+                self._save_ancestors(slot, space, archive)
+                if self.books.moves_full:
+                    break
+                if self._can_be_saved(slot):
+                    self._fly_save(slot, space, archive)
+                    _hold_for_save(slot)
+        return self.books.moving - begun
+
+    def _can_be_saved(self, slot: Slot) -> bool:
+        space = slot.space
+        return (
+            slot.state is READY
+            and not slot.saved
+            and space is not None
+            and space.state is SpaceState.OPEN
+            and (space.id, slot.key) not in self.books.saving
+        )
 
     def forget(self, space_id: int, key: bytes) -> None:
         """The archives drop the name; behind a running save of it."""

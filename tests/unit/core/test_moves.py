@@ -91,6 +91,40 @@ def test_a_loaded_block_is_not_saved_again() -> None:
     assert saved(bench) == []
 
 
+def test_the_hottest_are_saved_before_an_end_ancestors_first() -> None:
+    limits = CoreLimits(staging_bytes=4 * BLOCK, staging_share=0.9, copies_in_flight_max=4)
+    bench = Bench(slots=16, disk=True, limits=limits)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(3, "cold"))
+    bench.put(session, space, keys(3, "hot"))
+    bench.hold_copies = True
+    assert bench.core.save_hottest(bench.now_ns) == 4
+    bench.run()
+    assert saved(bench)[:3] == keys(3, "hot")
+    assert bench.core.save_hottest(bench.now_ns) == 0, "as many are out as may be"
+    bench.hold_copies = False
+    bench.settle_all()
+    while bench.core.save_hottest(bench.now_ns):
+        bench.run()
+    assert set(saved(bench)) == {*keys(3, "hot"), *keys(3, "cold")}
+    assert len(saved(bench)) == 6
+
+
+def test_copies_in_flight_take_a_share_of_the_pool_at_most() -> None:
+    limits = CoreLimits(
+        staging_bytes=4 * BLOCK, staging_share=0.9, copies_in_flight_share=2 * BLOCK / 2**20
+    )
+    bench = Bench(capacity_bytes=2**20, disk=True, limits=limits)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(4))
+    bench.hold_copies = True
+    assert bench.core.save_hottest(bench.now_ns) == 2
+    bench.acquire(session, space, keys(4, "old"), below=dict.fromkeys(keys(4, "old"), bench.disk))
+    assert len(bench.out("load")) == 2
+
+
 class Picky(Lru[Slot]):
     """Admits nothing."""
 
