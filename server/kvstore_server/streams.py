@@ -92,7 +92,13 @@ class StreamCalls:
         sent = 0
         for piece in _pieces(len(run), layout.block_bytes):
             places = [p for p in run[piece.block : piece.block + piece.blocks] if p is not None]
-            message = self._chunk(piece, places)
+            try:
+                message = self._chunk(piece, places)
+            except KVStoreError as error:
+                if error.reason is not Reason.REGION_UNKNOWN:
+                    raise
+                end = Reason.GENERATION_CHANGED
+                break
             void = self._void(call.the_session(), space_id, places)
             if void is not None:
                 end = void
@@ -107,6 +113,9 @@ class StreamCalls:
         await call.send(convert.encode_fetch_chunk(last.SerializeToString()))
 
     def _chunk(self, piece: _Piece, places: Sequence[Place]) -> bytes:
+        """The message, as its bytes are now. KVStoreError(REGION_UNKNOWN): the lease ran out, and
+        the region was closed.
+        """
         header = pb.ChunkHeader(block=piece.block, offset=piece.offset)
         views = [
             self._store.block_view(place, piece.offset + piece.length).data[piece.offset :]
