@@ -111,7 +111,7 @@ def end_container(outer: int) -> None:
     It is asked for by the inner process: a change of user loses what ties that to its parent.
     """
     children = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
-    for pid in children or [outer]:
+    for pid in children or [str(outer)]:
         os.kill(int(pid), signal.SIGKILL)
 
 

@@ -291,20 +291,20 @@ def test_numbers_of_any_size_are_answered(client: RawClient, method: str) -> Non
 
 def test_report_numbers_do_not_break_the_metrics(daemon: Daemon, client: RawClient) -> None:
     space = client.open(MODEL).space_id
-    leased = client.acquire(space, CANARY.keys)
-    for value in (float("nan"), float("inf"), -1.0, 1e308):
+    for value in (float("nan"), float("inf"), float("-inf"), -1.0, 1e308):
+        lease_id = client.acquire(space, CANARY.keys).lease_id
         report = pb.LoadReport(
-            lease_id=leased.lease_id, blocks=2**32 - 1, copy_us=2**64 - 1, tokens=2**32 - 1,
+            lease_id=lease_id, blocks=2**32 - 1, copy_us=2**64 - 1, tokens=2**32 - 1,
             prefill_saved_us=value, reason=pb.REASON_OK,
         )  # fmt: skip
-        request = pb.ReleaseRequest(reports=[report])
+        request = pb.ReleaseRequest(lease_ids=[lease_id], reports=[report])
         _, refused = outcome(lambda request=request: client.call("Release", request))  # type: ignore[misc]
         if refused is not None:
             assert refused.reason in (Reason.BAD_SIZE, Reason.BAD_REQUEST)
-    client.release(leased.lease_id)
+            client.release(lease_id)
     text = metrics(daemon)
-    saved = [line for line in text.splitlines() if line.startswith("kvstore_prefill_saved")]
-    assert not [line for line in saved if "NaN" in line or "Inf" in line or " -" in line], saved
+    values = [line.split()[-1] for line in text.splitlines() if line.startswith("kvstore_")]
+    assert not [value for value in values if value in ("NaN", "+Inf", "-Inf") or value[0] == "-"]
     hit = client.lookup(space, CANARY.keys, prompt_tokens=256)
     assert hit.hit_blocks == 16
 
