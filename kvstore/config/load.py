@@ -48,6 +48,11 @@ class Field(NamedTuple):
     hint: Any  # with its bounds
     default: Any
 
+    @property
+    def is_size(self) -> bool:
+        """Whether it counts bytes, so that it may be given as "4GiB"."""
+        return self.kind is int and self.name.endswith(("_bytes", "_bytes_per_day"))
+
 
 def _fields() -> dict[str, dict[str, Field]]:
     sections: dict[str, dict[str, Field]] = {}
@@ -252,7 +257,7 @@ def _checked(name: str, field: Field, raw: Any, origin: str) -> Any:
     from_file = origin.startswith("file ")
     try:
         value = raw
-        if isinstance(raw, str) and field.kind is int and field.name.endswith("_bytes"):
+        if isinstance(raw, str) and field.is_size:
             value = parse_size(raw)
         elif not from_file:
             value = _from_text(field.kind, raw)
@@ -304,7 +309,11 @@ def _check_whole(settings: Settings) -> None:
             raise wrong(name, f"{path} is the socket of {owners[path]} already")
         owners[path] = name
     _ = settings.http.address  # raises if it is none
-    for name, path in (("state.path", settings.state.path), ("trace.file", settings.trace.file)):
+    for name, path in (
+        ("disk.path", settings.disk.path),
+        ("state.path", settings.state.path),
+        ("trace.file", settings.trace.file),
+    ):
         if path and not os.path.isabs(path):
             raise wrong(name, f"{path!r} is not an absolute path")
 

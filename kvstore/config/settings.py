@@ -197,6 +197,35 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
 
 
+class DiskSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The tier on an SSD, below CPU memory; what is in it outlives the daemon."""
+
+    path: Annotated[
+        str,
+        knob(
+            "Folder of the disk tier, for this daemon alone. Empty: no disk tier.",
+            when="more is worth keeping than fits into memory, or restarts should begin warm.",
+        ),
+    ] = ""
+    capacity_bytes: Annotated[
+        int,
+        knob(
+            "Bytes that everything in disk.path may take. 0: four fifths of what its file system "
+            "has free at the start.",
+            when="the disk is shared, or has a size limit.",
+            ge=0,
+        ),
+    ] = 0
+    endurance_bytes_per_day: Annotated[
+        int,
+        knob(
+            "Bytes that may be written in 24 hours; beyond it nothing is saved. 0: no limit.",
+            when="the SSD's rated drive writes a day are few.",
+            ge=0,
+        ),
+    ] = 0
+
+
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one client may ask for; beyond it the answer is a refusal, never a queue."""
 
@@ -248,8 +277,8 @@ class StateSettings(msgspec.Struct, frozen=True, kw_only=True):
     path: Annotated[
         str,
         knob(
-            "Folder of the durable ledger of weight epochs and reviews. Empty: they end with the "
-            "process.",
+            "Folder of the durable ledger of weight epochs, reviews and spaces. Empty: in the disk "
+            "tier's folder; without one they end with the process.",
             when="weights are updated online, or fingerprints are reviewed.",
         ),
     ] = ""
@@ -300,6 +329,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     admin: AdminSettings = AdminSettings()
     http: HttpSettings = HttpSettings()
     host: HostSettings = HostSettings()
+    disk: DiskSettings = DiskSettings()
     limits: LimitSettings = LimitSettings()
     state: StateSettings = StateSettings()
     trace: TraceSettings = TraceSettings()
@@ -312,6 +342,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if not name:
             name = "data.sock" if tenant == DEFAULT_TENANT else f"{tenant}/data.sock"
         return os.path.normpath(os.path.join(self.server.runtime_dir, name))
+
+    @property
+    def ledger_path(self) -> str:
+        """Folder of the ledger; empty: none."""
+        if self.state.path or not self.disk.path:
+            return self.state.path
+        return os.path.join(self.disk.path, "ledger")
 
     @property
     def admin_socket(self) -> str:

@@ -85,7 +85,7 @@ def _render_table(
 
 
 def _toml_value(field: Field, value: Any) -> str:
-    if field.kind is int and field.name.endswith("_bytes") and value:
+    if field.is_size and value:
         return f'"{show_size(value)}"'
     # A JSON string is a TOML basic string: control characters are refused when a value is loaded.
     return json.dumps(value)
@@ -100,7 +100,7 @@ def _accepts(field: Field, meta: msgspec.Meta) -> str:
     choices = get_args(get_args(field.hint)[0])
     if choices:
         return "one of " + ", ".join(choices)
-    if field.kind is int and field.name.endswith("_bytes"):
+    if field.is_size:
         return "a size such as 512MiB or 4GiB"
     kind = {bool: "true or false", int: "whole number", float: "number", str: "text"}[field.kind]
     low = f" from {meta.ge:g}" if meta.ge is not None else ""

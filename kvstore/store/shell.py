@@ -83,7 +83,7 @@ class Store:
         self._host_tier = host_tier
         self._mover = mover
         self._ledger = ledger
-        self._archives = Archives(core, archives or {}, self.links, clock)
+        self.archives = Archives(core, archives or {}, self.links, clock)
         self._sessions = Sessions()
         self._regions = Regions(core, host, host_tier, self._gone)
         self._rows = Rows(ledger, lambda ticket: core.persisted(ticket, clock.monotonic_ns()))
@@ -97,7 +97,7 @@ class Store:
         """Loads the durable rows into the core. Called once, before serving."""
         self.core.restore(self._ledger.rows())
         self._run()
-        self._archives.describe_all()
+        self.archives.describe_all()
 
     def tick(self) -> None:
         """Expires what is due. Called by the daemon every few tens of milliseconds."""
@@ -135,7 +135,7 @@ class Store:
 
     def stats(self) -> StoreStats:
         """A snapshot of plain values: may be handed to another thread."""
-        host, archives = self._host.stats(), self._archives.stats()
+        host, archives = self._host.stats(), self.archives.stats()
         states = {name: one.state for name, one in archives.items()}
         return StoreStats(
             state="draining" if self.draining else "ready",
@@ -242,9 +242,9 @@ class Store:
         """
         codes = self.core.lookup(session.id, space_id, keys)
         run = leading_run(codes)
-        if run == len(keys) or not self._archives:
+        if run == len(keys) or not self.archives:
             return codes
-        archived = await self._archives.find(space_id, keys[run:])
+        archived = await self.archives.find(space_id, keys[run:])
         codes = self.core.lookup(session.id, space_id, keys)
         if isinstance(self.core.space_of(session.id, space_id), Reason):
             return codes  # closed meanwhile: the archive may not have forgotten it yet
@@ -271,9 +271,9 @@ class Store:
         `ttl_ns` counts from the answer; None is for view leases, which have no deadline.
         """
         below = None
-        if load_ns and self._archives:
+        if load_ns and self.archives:
             codes = self.core.lookup(session.id, space_id, keys)
-            below = await self._archives.below(space_id, keys, codes)
+            below = await self.archives.below(space_id, keys, codes)
         most_ns = max(wait_ns, load_ns) if below else wait_ns or load_ns
         now_ns = self.clock.monotonic_ns()
         acquired = self.core.acquire(
@@ -423,17 +423,16 @@ class Store:
         """Completions of the mover: (copy id, ok, reason, checksum, elapsed in ns)."""
         now_ns = self.clock.monotonic_ns()
         for copy_id, ok, reason, checksum, elapsed_ns in results:
-            self._archives.copied(copy_id, ok, elapsed_ns)
+            self.archives.copied(copy_id, ok, elapsed_ns)
             self.core.done(copy_id, ok, reason, checksum, elapsed_ns, now_ns)
         self._run()
 
-    def archive_dropped(self, tier: int, space_id: int, keys: Sequence[bytes]) -> None:
-        """An archive has aged these out."""
-        self.core.archive_dropped(tier, space_id, keys)
-
-    def forgotten(self, count: int, durable: bool) -> None:
-        """So many names were forgotten by archives; durable: for good."""
-        self._archives.forgotten(count, durable)
+    def save_warmest(self) -> int:
+        """Goes on to save what only memory has; saves that are out then."""
+        if self.core.stats().saves_in_flight < self.core.limits.copies_in_flight_max // 2:
+            self.core.save_hottest(self.clock.monotonic_ns())
+            self._run()
+        return self.core.stats().saves_in_flight
 
     # ------------------------------------------------------------------ effects
 
@@ -445,14 +444,6 @@ class Store:
         """
         self._run()
         return await self._rows.durable(ticket, wait_ns)
-
-    async def until_forgotten(self, wait_ns: int) -> bool:
-        """Waits until no slower tier can give back what was invalidated, also after a restart.
-
-        False: one could not record it yet, or it is not done within `wait_ns`.
-        """
-        self._run()
-        return await self._archives.until_forgotten(wait_ns)
 
     def run_effects(self) -> None:
         """Runs what a command that was given to `core` directly left to do."""
@@ -474,7 +465,7 @@ class Store:
             # A defect costs one effect: the others are run, now or by the next command.
             self._running = False
             if moves:
-                self._archives.sent(moves)
+                self.archives.sent(moves)
                 self._mover.submit(moves)
         self._rows.start()
 
@@ -488,5 +479,5 @@ class Store:
         elif isinstance(effect, Unassign | UnassignStaging):
             self._regions.unassign(effect.region_id)
         elif isinstance(effect, Persist):
-            self._archives.note(effect)
+            self.archives.note(effect)
             self._rows.add(effect)

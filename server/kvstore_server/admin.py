@@ -237,7 +237,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return pb.InvalidateReply(dropped_blocks=dropped.blocks, spaces=dropped.spaces)
 
     async def _until_forgotten(self, call: Call) -> None:
-        if not await self._store.until_forgotten(self._boundary.left_ns(call)):
+        self._store.run_effects()
+        if not await self._store.archives.until_forgotten(self._boundary.left_ns(call)):
             raise KVStoreError(
                 Reason.IO_ERROR,
                 "nobody is given these blocks any more, but a slower tier could not record that "

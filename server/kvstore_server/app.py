@@ -238,13 +238,22 @@ class App:
         self._store.drain()
         for listener in self._listeners:
             await listener.announce_end()
-        # Reads and running writes may end; only then are calls refused.
-        while self._unfinished and loop.time() < end_s and not self._hurry.is_set():
+        # Reads and running writes may end; only then are calls refused. Meanwhile what only memory
+        # has goes to slower tiers, the warmest first.
+        saving, failed = True, self._saves_failed
+        while loop.time() < end_s and not self._hurry.is_set():
+            saving = saving and self._saves_failed == failed and self._store.save_warmest() > 0
+            if not (saving or self._unfinished):
+                break
             self._store.tick()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), DRAIN_POLL_S)
         self._fd_socket.stop_listening()
         await stop_all(self._listeners, max(0.0, end_s - loop.time()), self._hurry)
+
+    @property
+    def _saves_failed(self) -> int:
+        return self._store.core.stats().counters.get("saves_failed", 0)
 
     @property
     def _unfinished(self) -> bool:

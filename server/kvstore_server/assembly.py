@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from kvstore.clock import Clock
 from kvstore.config import Limits, Settings, show_size
@@ -22,13 +23,18 @@ from kvstore.mover import Completion, Mover
 from kvstore.policy.links import Link
 from kvstore.store import Store
 from kvstore.tiers import memory_budget
+from kvstore.tiers.base import Archive
 from kvstore.tiers.host import HostTier
+from kvstore_server.disk import IN_FLIGHT_BYTES, IN_FLIGHT_SHARE, READERS, disk_link, make_disk
 from kvstore_server.logs import event
 from kvstore_server.process import why_few_descriptors
 
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.tier import DiskTier
+
 log = logging.getLogger(__name__)
 
-HOST = 0  # index of the host tier
+HOST, DISK = 0, 1  # indexes of the tiers
 COPY_THREADS = 2
 # What a client's copy out of host memory is taken for until clients have reported some: one
 # thread's memcpy, and the calls around it.
@@ -51,7 +57,10 @@ class Assembly:
             self.limits = settings.limits_for(self.capacity_bytes)
         self._undo = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
-            self.ledger = self._open_ledger(settings.state.path)
+            self.disk = make_disk(settings, clock)
+            if self.disk is not None:
+                undo.callback(self.disk.close)
+            self.ledger = self._open_ledger(settings)
             undo.callback(self.ledger.close)
             core_limits = _core_limits(settings, self.limits)
             self.host = HostTier(
@@ -63,6 +72,11 @@ class Assembly:
             undo.callback(self.host.close)
             executor = ThreadPoolExecutor(COPY_THREADS, "kvstore-copy")
             undo.callback(executor.shutdown, wait=True, cancel_futures=True)
+            archives: dict[int, Archive] = {} if self.disk is None else {DISK: self.disk}
+            device = ThreadPoolExecutor(READERS + 1, "kvstore-device") if archives else None
+            if device is not None:
+                # Not waited for: what hangs in a device must not keep the daemon from ending.
+                undo.callback(device.shutdown, wait=False, cancel_futures=True)
             loop = asyncio.get_running_loop()
             self.mover = Mover(
                 {HOST: self.host, STAGING: self.host},
@@ -71,6 +85,10 @@ class Assembly:
                 on_done=self._copies_done,
                 executor=executor,
                 workers=COPY_THREADS,
+                archives=archives,
+                archive_executor=device,
+                archive_readers=READERS,
+                on_forgotten=self._forgotten,
             )
             undo.callback(self.mover.close)
             self.store = Store(
@@ -80,15 +98,19 @@ class Assembly:
                 mover=self.mover,
                 ledger=self.ledger,
                 clock=clock,
+                archives=archives,
                 links=[
                     Link(
                         "host",
                         bytes_per_second=HOST_BYTES_PER_SECOND,
                         latency_ns=HOST_LATENCY_NS,
-                    )
+                    ),
+                    disk_link(),
                 ],
             )
             self.store.restore()
+            if self.disk is not None:
+                self._start_disk(self.disk, loop)
             self._undo = undo.pop_all()
         regions = self.capacity_bytes // core_limits.region_bytes(self.capacity_bytes)
         if few := why_few_descriptors(regions, self.limits.sessions_max):
@@ -125,13 +147,37 @@ class Assembly:
     def _copies_done(self, done: Sequence[Completion]) -> None:
         self.store.copies_done(done)  # which is made after the mover that it needs
 
+    def _forgotten(self, count: int, durable: bool) -> None:
+        self.store.archives.forgotten(count, durable)
+
+    def _start_disk(self, disk: DiskTier, loop: asyncio.AbstractEventLoop) -> None:
+        """From here on it opens and loads by itself; the spaces of earlier runs are known."""
+
+        def dropped(space_id: int, keys: list[bytes]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self.store.core.archive_dropped, DISK, space_id, keys)
+
+        disk.on_dropped = dropped
+        disk.start()
+
     def _core(self, settings: Settings, core_limits: CoreLimits) -> Core:
         tiers = [TierSpec("host", TierKind.POOL, self.capacity_bytes, ingest=True)]
+        if settings.disk.path:
+            # What it may take is its own affair, and known once its file system was asked.
+            tiers.append(TierSpec("disk", TierKind.ARCHIVE, settings.disk.capacity_bytes or 1))
         tenants = [TenantSpec(name, one.quota_bytes) for name, one in settings.tenants.items()]
         return Core(tiers, tenants, core_limits)
 
-    def _open_ledger(self, path: str) -> Ledger:
-        ledger = open_ledger(path)
+    def _open_ledger(self, settings: Settings) -> Ledger:
+        try:
+            ledger = open_ledger(settings.ledger_path)
+        except StartError as error:
+            if settings.state.path or error.reason is not Reason.START_DISK:
+                raise
+            # The disk tier's device does not work now, which is no reason to refuse to serve from
+            # memory; nothing is durable then, and said not to be.
+            event(log, logging.ERROR, error.detail, setting="disk.path")
+            ledger = open_ledger("")
         if not ledger.durable:
             event(
                 log,
@@ -159,6 +205,8 @@ def _core_limits(settings: Settings, limits: Limits) -> CoreLimits:
         part_bytes_max=limits.part_bytes_max,
         staging_bytes=limits.staging_bytes,
         review_ttl_ns=int(settings.review.ttl_hours * 3600e9),
+        copies_in_flight_bytes=IN_FLIGHT_BYTES if settings.disk.path else 0,
+        copies_in_flight_share=IN_FLIGHT_SHARE if settings.disk.path else 1.0,
     )
 
 

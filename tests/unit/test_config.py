@@ -38,6 +38,9 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "host.allow_smaller": st.booleans(),
     "host.staging_bytes": st.integers(0, 1 << 40),
     "host.mlock": st.sampled_from(["auto", "off", "require"]),
+    "disk.path": st.sampled_from(["", "/var/lib/kvstore/disk"]),
+    "disk.capacity_bytes": st.integers(0, 1 << 50),
+    "disk.endurance_bytes_per_day": st.integers(0, 1 << 50),
     "limits.keys_per_call_max": st.integers(1, 1 << 20),
     "limits.sessions_max": st.integers(1, 1 << 16),
     "limits.view_bytes_per_session_max": st.integers(0, 1 << 40),
@@ -157,6 +160,8 @@ def test_later_sources_win_and_are_told(tmp_path: Path) -> None:
         ("tenants.a.socket", "x.fd"),
         ("tenants.a.socket", "admin.sock"),
         ("state.path", "here"),
+        ("disk.path", "here"),
+        ("disk.endurance_bytes_per_day", "1TB"),
         ("trace.file", "here.jsonl"),
     ],
 )
@@ -249,7 +254,7 @@ def test_sizes_by_hand() -> None:
 
 def test_few_knobs_each_with_its_text() -> None:
     table = knobs()
-    assert len(table) < 25
+    assert len(table) < 30, "each tier has a path, a capacity and a budget; nothing else grows"
     shown = explain()
     for one in table:
         assert one.name in shown
@@ -258,6 +263,18 @@ def test_few_knobs_each_with_its_text() -> None:
         assert one.when.endswith((".", ")."))
     numbers = [f for fields in FIELDS.values() for f in fields.values() if f.kind in (int, float)]
     assert all(math.isfinite(one.default) for one in numbers)
+
+
+def test_the_ledger_lies_in_the_disk_tiers_folder_unless_told_otherwise() -> None:
+    def ledger(**flags: str) -> str:
+        return load(
+            environ=CLEAN, flags={k.replace("__", "."): v for k, v in flags.items()}
+        ).ledger_path
+
+    assert ledger() == ""
+    assert ledger(state__path="/s") == "/s"
+    assert ledger(disk__path="/d") == "/d/ledger"
+    assert ledger(disk__path="/d", state__path="/s") == "/s"
 
 
 def test_flags_are_parsed_in_both_forms() -> None:
