@@ -134,7 +134,7 @@ class Stack:
         return self.ask(self.metrics.flat)
 
     def active(self, tenant: str = "default") -> int:
-        """Calls under way."""
+        """Calls of a tenant, or of the operator ("admin"), that are under way."""
         return self.ask(lambda: self.boundaries[tenant]._active)
 
     # ------------------------------------------------------------------ in the loop's thread
@@ -215,9 +215,10 @@ class Stack:
             path = self.socket(tenant)
             fd_socket.listen(tenant, locks.bind(f"{path}.fd", "test"))
             listeners.append(self._listener(path, lambda s, d=data: servicer.register(d, s)))  # type: ignore[misc]
+        self.boundaries["admin"] = Boundary(self.store, self.metrics, None, self.limits)
         admin = AdminServicer(
             self.store,
-            Boundary(self.store, self.metrics, None, self.limits),
+            self.boundaries["admin"],
             metrics=self.metrics,
             ring=self.ring,
             config_toml="[host]\n",
