@@ -137,6 +137,25 @@ class Stack:
         """Calls of a tenant, or of the operator ("admin"), that are under way."""
         return self.ask(lambda: self.boundaries[tenant]._active)
 
+    @contextlib.contextmanager
+    def turns(self, tenant: str = "default") -> Iterator[list[int]]:
+        """Fills a list with one entry for each turn that another task of the loop has while a call
+        of this tenant is under way.
+        """
+        taken: list[int] = []
+
+        async def take() -> None:
+            while True:
+                if self.boundaries[tenant]._active:
+                    taken.append(1)
+                await asyncio.sleep(0)
+
+        task = self.ask(lambda: self.loop.create_task(take()))
+        try:
+            yield taken
+        finally:
+            self.ask(task.cancel)
+
     # ------------------------------------------------------------------ in the loop's thread
 
     async def _main(self) -> None:

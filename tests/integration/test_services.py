@@ -752,11 +752,6 @@ def test_explain_an_offer_opens_nothing(stack: Stack, client: RawClient, space: 
 
 def test_explaining_many_keys_lets_others_in(stack: Stack, client: RawClient, space: int) -> None:
     keys = [os.urandom(32) for _ in range(stack.limits.keys_per_call_max)]
-    request = pb.ExplainRequest(session=client.secret, space_id=space, keys=b"".join(keys))
-    slow = client.stub.Explain.future(request, timeout=60)
-    assert within(SOON_S, lambda: stack.active() == 1)
-    turns = 0
-    while not slow.done():
-        turns += stack.active()
-    assert len(slow.result().keys) == len(keys)
-    assert turns > 20
+    with stack.turns() as turns:
+        assert len(client.explain(space, keys).keys) == len(keys)
+    assert len(turns) > 100
