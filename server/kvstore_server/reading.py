@@ -152,7 +152,8 @@ class ReadCalls:
         else:
             declined = advice.reason is Reason.DECLINED_RECOMPUTE_FASTER
             call.reason = advice.reason if declined else Reason.HIT
-            slowest = max(max(_needed(group, tokens), default=1) for group in groups) - 1
+            runs = [run for group in groups for run in runs_of(_needed(group, tokens))]
+            slowest = max((tier for tier, _ in runs), default=0)
             call.tier = self._store.tiers[slowest].name
         asked = len(groups[0].codes) * groups[0].block_tokens
         call.record.count("tokens", asked, tokens)

@@ -328,6 +328,12 @@ def test_packing_round_trip(keys: list[BlockKey]) -> None:
     assert unpack_keys(pack_keys(keys)) == keys
 
 
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 512, 1_000])
+def test_any_number_of_keys_is_unpacked(count: int) -> None:
+    packed = random.Random(count).randbytes(32 * count)
+    assert unpack_keys(packed) == [packed[at : at + 32] for at in range(0, len(packed), 32)]
+
+
 def test_wrong_lengths_are_refused() -> None:
     for keys in ([bytes(31), bytes(33)], [bytes(31)], [b""], ["x" * 32], [1], [None]):
         assert refused(pack_keys, keys) is Reason.BAD_KEY_LENGTH
