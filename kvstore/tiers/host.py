@@ -12,6 +12,7 @@ generations may be used from any.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from kvstore.tiers.memory_budget import ReadText, memlock_bytes, read_text, why_
 from kvstore.tiers.stock import Memory, Stock
 
 log = logging.getLogger(__name__)
+
+BACKGROUND_NICE = 10
 
 LockMode = Literal["auto", "off", "require"]
 
@@ -271,7 +274,7 @@ class HostTier:
     # ------------------------------------------------------------------ background
 
     def work(self) -> bool:
-        """One unit of background work, of some ten milliseconds; False if there is none.
+        """One unit of background work, of about a millisecond; False if there is none.
 
         Called by the tier's own thread, or by who drives a tier that was not started.
         """
@@ -336,6 +339,8 @@ class HostTier:
         self._wake.set()
 
     def _run(self) -> None:
+        # Behind everything that serves: memory that is not faulted in yet only costs its first use.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICE)
         while not self._stopped:
             if not self.work():
                 self._wake.wait()

@@ -25,6 +25,7 @@ def main() -> None:
         run.mkdir()
         daemon = start_daemon(run, host__capacity_bytes="2GiB")
         try:
+            daemon_cost.wait_idle(daemon.pid)  # the arena is faulted in once, in the background
             _data_plane(f"unix:{daemon.data_socket}", results, folder, asked.only)
         finally:
             daemon.stop()

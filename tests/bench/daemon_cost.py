@@ -24,7 +24,7 @@ def measure(results: Results, folder: Path) -> None:
         starts_s.append(time.perf_counter() - started)
         try:
             if number == STARTS - 1:
-                _wait_idle(daemon.pid)
+                wait_idle(daemon.pid)
                 rss_mb = _own_rss_bytes(daemon.pid) / 1e6
         finally:
             daemon.stop()
@@ -40,7 +40,7 @@ def _own_rss_bytes(pid: int) -> int:
     return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
 
 
-def _wait_idle(pid: int) -> None:
+def wait_idle(pid: int) -> None:
     """Until the background prefault is over: its processor time stands still."""
     deadline = time.monotonic() + 30
     before = -1.0
