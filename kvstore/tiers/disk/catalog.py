@@ -1,7 +1,7 @@
 """Which blocks are on disk, in memory: the rows that answer every look-up.
 
-Packed numpy columns and a hash table of row numbers, 85 to 94 bytes a block; no Python
-object a block. A row number names a block from `put` until `remove`, and is used again then.
+Packed numpy columns and a hash table of row numbers, 85 to 94 bytes a block; no Python object a
+block. A row number names a block from `put` until `remove`, and is used again then.
 
 Locking. Changes come from one thread at a time, under the caller's lock (the one that guards the
 ring). `find` needs none: it runs on the event loop's thread at any moment and answers from what is
@@ -33,6 +33,7 @@ _NO_SPACE = np.uint64(SPACE_MAX + 1)
 _CHUNK_ROWS = 1 << 16
 _SECRET_BYTES = 16 * NAME_WORDS
 _GROWTH = 1.5
+_ROWS_MIN = 1_024
 
 RowNumbers = NDArray[np.int64]
 
@@ -62,21 +63,27 @@ class _Columns:
 
     __slots__ = ("checksums", "depths", "generations", "lengths", "names", "places")
 
-    def __init__(self, size: int, older: _Columns | None = None) -> None:
-        """Room for `size` rows, the first ones as in `older`. Untouched room takes no memory."""
+    def __init__(self, size: int) -> None:
+        """Room for `size` rows. Untouched room takes no memory."""
         self.names: Names = zeros((size, NAME_WORDS), np.uint64)
         self.places: NDArray[np.uint32] = zeros((size, 2), np.uint32)
         self.generations: NDArray[np.uint64] = zeros(size, np.uint64)
         self.lengths: NDArray[np.uint32] = zeros(size, np.uint32)
         self.depths: NDArray[np.uint32] = zeros(size, np.uint32)
         self.checksums: NDArray[np.void] = zeros(size, f"V{CHECKSUM_BYTES}")
-        if older is not None:
-            for column in self.__slots__:
-                kept = getattr(older, column)
-                getattr(self, column)[: len(kept)] = kept
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def grow(self, size: int) -> None:
+        """Room for `size` rows. One column after the other, so that only one is there twice; the
+        names last, whose length is the columns'.
+        """
+        for name in sorted(self.__slots__, key="names".__eq__):
+            column = getattr(self, name)
+            larger = zeros((size, *column.shape[1:]), column.dtype)
+            larger[: len(column)] = column
+            setattr(self, name, larger)
 
 
 class _View(NamedTuple):
@@ -94,7 +101,7 @@ class Catalog:
         clients from making keys collide; drawn from the system if not given.
         """
         self._hash = Hash(os.urandom(_SECRET_BYTES) if secret is None else secret)
-        self._columns = _Columns(max(expected_rows, 64))
+        self._columns = _Columns(max(int(expected_rows * _GROWTH), _ROWS_MIN))
         self._view = _View(self._columns.names, HashTable(expected_rows))
         self._rows_used = 0
         self._free = array.array("I")
@@ -302,7 +309,7 @@ class Catalog:
         if end > ROWS_MAX:
             raise ValueError(f"more than {ROWS_MAX} blocks")
         if end > len(self._columns):
-            self._columns = _Columns(max(end, int(len(self._columns) * _GROWTH)), self._columns)
+            self._columns.grow(max(end, int(len(self._columns) * _GROWTH)))
         table = self._view.table
         if not table.has_room(count):
             table = self._rebuilt(table.used + count)

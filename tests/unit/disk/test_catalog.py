@@ -262,6 +262,5 @@ def test_a_block_costs_bytes_not_objects() -> None:
     gc.collect()
     assert len(gc.get_objects()) - before < 100
     columns = catalog._columns
-    total = sum(getattr(columns, column).nbytes for column in columns.__slots__)
-    total += catalog._view.table.slots.nbytes
-    assert total / 20_000 <= 100
+    row_bytes = sum(getattr(columns, name)[0].nbytes for name in columns.__slots__)
+    assert row_bytes + catalog._view.table.slots.nbytes / 20_000 <= 100
