@@ -1,0 +1,247 @@
+"""The disk tier's folder as one daemon has it: locked, opened, or set aside.
+
+Promises. Two daemons never share a folder. What cannot be opened is renamed into `aside`, with the
+reason in its name, and the folder begins anew: no start fails twice for one damage, and nothing is
+removed while it is opened. Only the youngest set-aside is kept; `tidy` and `drop_aside` remove the
+others later.
+
+Everything here may wait for the device. Used by the tier's own thread, and by the daemon's start
+for the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+import uuid
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.model.reasons import Reason, StartError
+from kvstore.tiers.disk.files import Files, SegmentFiles, sync_folder
+from kvstore.tiers.disk.folder import (
+    ASIDE_FOLDER,
+    FORMAT_FILE,
+    INDEX_FOLDER,
+    LOCK_FILE,
+    SEGMENTS_FOLDER,
+    format_text,
+    read_format_text,
+)
+from kvstore.tiers.disk.format import Fault
+from kvstore.tiers.disk.index import LmdbIndex
+from kvstore.tiers.disk.rows import Index, Unusable
+
+log = logging.getLogger(__name__)
+
+SETTING = "disk.path"
+_FORMAT_BYTES_MAX = 4_096
+_BLOCK_BYTES = 512  # of st_blocks
+_WORD = re.compile(r"[^A-Za-z0-9.]+")
+_ASIDE_NAME = re.compile(r"(\d{1,9})-.*")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A folder that can be used. set_aside: why an older content was set aside just now."""
+
+    index: Index
+    files: Files
+    set_aside: str = ""
+
+
+class Folder(Protocol):
+    """Where a tier's index and files come from."""
+
+    def open(self) -> Opened:
+        """Opens what is there, or makes it. OSError: not now; another try may succeed."""
+        ...
+
+    def is_there(self) -> bool:
+        """Whether what was opened still lies under its name. OSError: it cannot be asked."""
+        ...
+
+    def set_aside(self, reason: str) -> None:
+        """Moves index and segments away; both are closed. OSError: not now."""
+        ...
+
+    def aside_bytes(self) -> int:
+        """Bytes of what was set aside."""
+        ...
+
+    def tidy(self) -> None:
+        """Removes all set-asides but the youngest. OSError: not now."""
+        ...
+
+    def drop_aside(self) -> None:
+        """Removes everything that was set aside. OSError: not now."""
+        ...
+
+    def close(self) -> None:
+        """Gives the folder up. Idempotent."""
+        ...
+
+
+class DiskFolder:
+    """A real folder; ours from the constructor to `close`."""
+
+    def __init__(self, path: str) -> None:
+        """Locks `path`, which is made if absent. StartError: START_LOCKED if another daemon has it,
+        START_DISK if it cannot be used.
+        """
+        self.path = path
+        try:
+            self._lock_fd = _lock(path)
+        except BlockingIOError:
+            lock = os.path.join(path, LOCK_FILE)
+            detail = f"another process holds {lock}; give each daemon a folder of its own"
+            raise StartError(Reason.START_LOCKED, detail, SETTING) from None
+        except OSError as error:
+            detail = f"cannot use {path}: {error.strerror}"
+            raise StartError(Reason.START_DISK, detail, SETTING) from error
+
+    def open(self) -> Opened:
+        if not self._holds_lock():
+            # The folder was removed or replaced: the lock that we hold keeps nobody out.
+            self.close()
+            self._lock_fd = _lock(self.path)
+        reason = self._format_reason()
+        if reason:
+            self.set_aside(reason)
+        self._make()
+        segments = self._of(SEGMENTS_FOLDER)
+        try:
+            index = LmdbIndex(self._of(INDEX_FOLDER))
+        except Unusable as unusable:
+            reason = str(unusable)
+            self.set_aside(reason)
+            self._make()
+            index = LmdbIndex(self._of(INDEX_FOLDER))
+        return Opened(index, SegmentFiles(segments), reason)
+
+    def is_there(self) -> bool:
+        try:
+            return self._holds_lock() and os.path.exists(self._of(FORMAT_FILE))
+        except FileNotFoundError:
+            return False
+
+    def set_aside(self, reason: str) -> None:
+        target = self._next_aside(_WORD.sub("-", reason)[:60])
+        os.makedirs(target, mode=0o700)
+        # The format file last: until it is gone the folder is known as one that has to move.
+        for name in (SEGMENTS_FOLDER, INDEX_FOLDER, FORMAT_FILE):
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self._of(name), os.path.join(target, name))
+        for folder in (target, os.path.dirname(target), self.path):
+            sync_folder(folder)
+        log.error("disk tier set aside, starting cold: %s: kept as %s", reason, target)
+
+    def aside_bytes(self) -> int:
+        return tree_bytes(self._of(ASIDE_FOLDER))
+
+    def tidy(self) -> None:
+        for name in self._asides()[:-1]:
+            shutil.rmtree(os.path.join(self._of(ASIDE_FOLDER), name))
+
+    def drop_aside(self) -> None:
+        for name in self._asides():
+            shutil.rmtree(os.path.join(self._of(ASIDE_FOLDER), name))
+
+    def close(self) -> None:
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    # ------------------------------------------------------------------ parts
+
+    def _of(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def _holds_lock(self) -> bool:
+        try:
+            there = os.stat(self._of(LOCK_FILE), follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return self._lock_fd >= 0 and os.path.samestat(there, os.fstat(self._lock_fd))
+
+    def _format_reason(self) -> str:
+        """Why what is there is not ours to open, in a word; empty if it is, or nothing is there."""
+        try:
+            with open(self._of(FORMAT_FILE), "rb") as file:
+                text = file.read(_FORMAT_BYTES_MAX)
+        except FileNotFoundError:
+            left = [name for name in (SEGMENTS_FOLDER, INDEX_FOLDER) if _filled(self._of(name))]
+            return "no-format" if left else ""
+        found = read_format_text(text)
+        if isinstance(found, Fault):
+            return found.text
+        # Segments without an index name nobody.
+        if _filled(self._of(SEGMENTS_FOLDER)) and not _filled(self._of(INDEX_FOLDER)):
+            return "no-index"
+        return ""
+
+    def _make(self) -> None:
+        for name in (SEGMENTS_FOLDER, INDEX_FOLDER):
+            os.makedirs(self._of(name), mode=0o700, exist_ok=True)
+        path = self._of(FORMAT_FILE)
+        if os.path.exists(path):
+            return
+        draft = f"{path}.new"
+        with open(draft, "wb") as file:
+            file.write(format_text(uuid.uuid4()))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+        sync_folder(self.path)
+
+    def _asides(self) -> list[str]:
+        """Names of set-asides, the youngest last."""
+        try:
+            names = os.listdir(self._of(ASIDE_FOLDER))
+        except FileNotFoundError:
+            return []
+        return sorted((name for name in names if _ASIDE_NAME.fullmatch(name)), key=_number)
+
+    def _next_aside(self, reason: str) -> str:
+        asides = self._asides()
+        number = _number(asides[-1]) + 1 if asides else 1
+        return os.path.join(self._of(ASIDE_FOLDER), f"{number}-{reason}")
+
+
+def _lock(path: str) -> int:
+    """A descriptor that holds the folder's lock. BlockingIOError: another has it; OSError."""
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(os.path.join(path, LOCK_FILE), flags, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def tree_bytes(folder: str) -> int:
+    """Bytes on the device of everything in a folder; what goes meanwhile is left out."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(path, name)).st_blocks * _BLOCK_BYTES
+    return total
+
+
+def _filled(folder: str) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(True for _ in entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _number(name: str) -> int:
+    return int(name.partition("-")[0])
