@@ -23,7 +23,6 @@ import errno
 import itertools
 import logging
 import os
-import shutil
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,6 +42,7 @@ from kvstore.tiers.disk.change import (
 from kvstore.tiers.disk.format import Segment, unpack_segment, unpack_segment_key
 from kvstore.tiers.disk.rows import (
     LOAD_ROWS,
+    SPARE_BYTES,
     Index,
     IndexRow,
     Place,
@@ -53,6 +53,7 @@ from kvstore.tiers.disk.rows import (
     unpack_rows,
     unseal,
 )
+from kvstore.tiers.disk.scratch import Spare, install, scratch_folder
 
 __all__ = [
     "FORMAT",
@@ -69,6 +70,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+SPARE_FILE = "spare"
 
 _MAP_ROOM = 2
 _MAP_BYTES_MIN = 16 << 20
@@ -78,10 +80,11 @@ _MAP_BYTES_MAX = 1 << 42
 # fault; about as much of the file holds this many neighbouring slots.
 _FAULT_BYTES = 64 << 10
 _FAULT_SLOTS = 384
-_MAPPED_BYTES_MAX = 16 << 20
+_MAPPED_BYTES_MAX = 8 << 20
 
 _COMPACT_BYTES_MIN = 64 << 20
 _DISK_FULL_BYTES = 1 << 20
+_AGING_COMMITS = 2
 _BLOCK_BYTES = 512
 """Of `st_blocks`, whatever the file system's are."""
 _FORMAT_VALUE = struct.Struct("<I")
@@ -116,6 +119,7 @@ class LmdbIndex:
         self._map_bytes = _MAP_BYTES_MIN
         while self._map_bytes < _MAP_ROOM * index_bytes(slots):
             self._map_bytes *= 2
+        self._spare = Spare(os.path.join(self._folder, SPARE_FILE), SPARE_BYTES)
         self._pid = os.getpid()
         self._guard = threading.Lock()
         self._env: lmdb.Environment | None = None
@@ -134,6 +138,8 @@ class LmdbIndex:
             with self._guard, self._errors():
                 self._check()
                 self._compact()
+                self._spare.make()
+                self._used_bytes = self._measure()
         except BaseException:
             self.close()
             raise
@@ -151,6 +157,7 @@ class LmdbIndex:
             with self._guard, self._errors():
                 stored = self._read(ROWS, start, batch_rows)
                 if not stored:
+                    self._close_env()
                     return
                 start = stored[-1][0] + b"\0"
                 slots = {segment.segment: segment.slots for segment in self._segments()}
@@ -174,10 +181,11 @@ class LmdbIndex:
         with self._guard:
             try:
                 with self._errors():
-                    self._write(change)
+                    self._write_with_spare(change)
             except Unusable as reason:
                 raise OSError(errno.EIO, f"the index is {reason}", self._path) from reason
             self._bad.clear()
+            self._spare.make()
             with contextlib.suppress(OSError):
                 self._used_bytes = self._measure()
             self._count_touched(change.parts(_FAULT_SLOTS) * _FAULT_SLOTS)
@@ -211,7 +219,7 @@ class LmdbIndex:
     def _make(self) -> None:
         """A new file appears under its name when it is complete and on the device."""
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
-        with _scratch(self._folder) as scratch:
+        with scratch_folder(self._folder) as scratch:
             name = FORMAT_NAME.encode()
             with (
                 self._errors(),
@@ -221,7 +229,7 @@ class LmdbIndex:
                 tables = {table: env.open_db(table, txn=transaction) for table in TABLES}
                 stored = seal(name, _FORMAT_VALUE.pack(FORMAT))
                 transaction.put(name, stored, db=tables[META])
-            _install(os.path.join(scratch, probe.DATA_FILE), self._path)
+            install(os.path.join(scratch, probe.DATA_FILE), self._path)
 
     def _check(self) -> None:
         env = self._environment()
@@ -241,10 +249,10 @@ class LmdbIndex:
         if self._used_bytes < max(_COMPACT_BYTES_MIN, 2 * index_bytes(self._rows)):
             return
         try:
-            with _scratch(self._folder) as scratch:
+            with scratch_folder(self._folder) as scratch:
                 self._environment().copy(scratch, compact=True)
                 self._close_env()
-                _install(os.path.join(scratch, probe.DATA_FILE), self._path)
+                install(os.path.join(scratch, probe.DATA_FILE), self._path)
         except (OSError, lmdb.Error) as error:
             # It only costs space, which the allowance counts.
             log.warning("the index in %s was not compacted: %s", self._folder, error)
@@ -321,6 +329,23 @@ class LmdbIndex:
             self._bad[table, name] = None
             self.dropped_rows += 1
 
+    def _write_with_spare(self, change: Change) -> None:
+        try:
+            self._write(change)
+        except lmdb.Error as error:
+            self._close_env()
+            if self._why(error).errno != errno.ENOSPC:
+                raise
+            # Without the spare's room nothing could be removed on a full disk. What was removed may
+            # be written over only after two more transactions; then additions fit, too.
+            if not any(table == ROWS for table, _, _ in change.puts):
+                self._spare.drop()
+            name = FORMAT_NAME.encode()
+            again = Change([], [], [(META, name, seal(name, _FORMAT_VALUE.pack(FORMAT)))])
+            for _ in range(_AGING_COMMITS):
+                self._write(again)
+            self._write(change)
+
     def _write(self, change: Change) -> None:
         while True:
             env = self._environment()
@@ -373,34 +398,3 @@ class LmdbIndex:
             if disk.f_bavail * disk.f_frsize < _DISK_FULL_BYTES:
                 return OSError(errno.ENOSPC, f"the disk is full: {text}", self._path)
         return OSError(errno.EIO, text, self._path)
-
-
-# ---------------------------------------------------------------- files
-
-
-@contextlib.contextmanager
-def _scratch(folder: str) -> Iterator[str]:
-    """An empty folder beside the index; what a crash left in it is no data yet."""
-    scratch = folder + ".new"
-    shutil.rmtree(scratch, ignore_errors=True)
-    os.mkdir(scratch, mode=0o700)
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _install(source: str, target: str) -> None:
-    """Gives a complete file its name, durably."""
-    _sync(source)
-    os.replace(source, target)
-    _sync(os.path.dirname(target))
-    _sync(os.path.dirname(os.path.dirname(target)))
-
-
-def _sync(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -44,15 +44,17 @@ STORED_DTYPE = np.dtype(
 )
 """A stored row: its key (8 bytes), then its value."""
 
-LOAD_ROWS = 10_000
+LOAD_ROWS = 5_000
 
 # Measured over fills and churn of several kinds (the unit test repeats some): a row takes 152 bytes
 # where slots were filled in order, 260 where pages are half full. LMDB never writes over a page
 # that the transaction before could see, so up to two more copies of what a commit touches remain.
 _ROW_ALLOWANCE_BYTES = 260
-_SPARE_COPIES = 2
-_SPARE_BYTES_MAX = 8 << 20
+_COPIES = 2
+_COPIES_BYTES_MAX = 8 << 20
 _FILE_ALLOWANCE_BYTES = 128 << 10
+SPARE_BYTES = 256 << 10
+"""That an index keeps free for itself, so that rows can be removed on a full disk."""
 
 
 class IndexRow(NamedTuple):
@@ -155,7 +157,8 @@ class Index(Protocol):
 def index_bytes(slots: int) -> int:
     """The most bytes that the files of an index of `slots` slots take."""
     rows = _ROW_ALLOWANCE_BYTES * slots
-    return _FILE_ALLOWANCE_BYTES + rows + min(_SPARE_COPIES * rows, _SPARE_BYTES_MAX)
+    copies = min(_COPIES * rows, _COPIES_BYTES_MAX)
+    return _FILE_ALLOWANCE_BYTES + SPARE_BYTES + rows + copies
 
 
 # ---------------------------------------------------------------- what is stored

@@ -1,0 +1,70 @@
+"""Small things that the index does with files: a scratch folder, a file that appears whole, room
+kept for later. They may wait for the device. For the index alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+
+
+class Spare:
+    """A file that holds room on a file system, to be given up when there is none left."""
+
+    def __init__(self, path: str, size: int) -> None:
+        """size: bytes. Nothing is made yet."""
+        self._path = path
+        self._size = size
+        self._made = False
+
+    def make(self) -> None:
+        """If it is not there: makes it if there is room."""
+        if self._made:
+            return
+        try:
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return
+        try:
+            os.posix_fallocate(fd, 0, self._size)
+            self._made = True
+        except OSError:
+            self.drop()
+        finally:
+            os.close(fd)
+
+    def drop(self) -> None:
+        """Gives the room up."""
+        self._made = False
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+
+@contextlib.contextmanager
+def scratch_folder(folder: str) -> Iterator[str]:
+    """An empty folder beside the index; what a crash left in it is no data yet."""
+    scratch = folder + ".new"
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.mkdir(scratch, mode=0o700)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def install(source: str, target: str) -> None:
+    """Gives a complete file its name, durably."""
+    _sync(source)
+    os.replace(source, target)
+    _sync(os.path.dirname(target))
+    _sync(os.path.dirname(os.path.dirname(target)))
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
