@@ -10,9 +10,9 @@ It imports nothing of ours and starts no thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
 
 import numpy as np
 import xxhash
@@ -26,6 +26,7 @@ PARALLEL_BYTES = 8 << 20
 DIGEST_BYTES = 16
 
 Bytes = NDArray[np.uint8]
+Part = TypeVar("Part", bound=Sequence[Any])
 Source = tuple[Bytes, Union[Sequence[int], NDArray[np.integer]]]  # noqa: UP007 - evaluated on 3.10
 _Move = tuple[Bytes, NDArray[np.intp], int]  # slots2d, slot ids, first row
 
@@ -79,21 +80,30 @@ def copy_blocks(
     if not blocks:
         return 0
     _check_sizes(moves, rows, blocks)
-    half = blocks // 2
-    if executor is None or half == 0 or _size(rows, blocks) < parallel_bytes:
+    if executor is None or blocks < 2 or _size(rows, blocks) < parallel_bytes:
         _copy_range(moves, rows, 0, blocks)
-        return blocks
-    other = executor.submit(_copy_range, moves, rows, half, blocks)
+    else:
+        in_halves(
+            lambda part: _copy_range(moves, rows, part.start, part.stop), range(blocks), executor
+        )
+    return blocks
+
+
+def in_halves(work: Callable[[Part], None], items: Part, executor: Executor) -> None:
+    """Runs `work` on the two halves of `items`, one of them in `executor`, and returns when both
+    are done. If the executor has not begun by then, this thread does it all.
+    """
+    half = len(items) // 2
+    other = executor.submit(work, cast(Part, items[half:]))
     try:
-        _copy_range(moves, rows, 0, half)
+        work(cast(Part, items[:half]))
     finally:
-        # Whatever happens here, nobody may write into `out` after the return.
+        # Whatever happens here, nobody may write after the return.
         stolen = other.cancel()
         if not stolen:
             other.result()
     if stolen:
-        _copy_range(moves, rows, half, blocks)
-    return blocks
+        work(cast(Part, items[half:]))
 
 
 def copy_one(source: Bytes, target: Bytes) -> None:

@@ -183,6 +183,8 @@ class Memory:
 
     def _wait(self, region_id: int, there: Callable[[], bool], timeout_s: float) -> None:
         with self._changed:
+            if there():
+                return  # it came before the lock was ours: asking again would map it twice
             self._refused.pop(region_id, None)
             if region_id not in self._asked.values():
                 self._ask(region_id)

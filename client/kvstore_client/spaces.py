@@ -27,7 +27,7 @@ from kvstore_client.steps import (
     Operation,
     UserError,
 )
-from kvstore_client.streams import Fill
+from kvstore_client.streams import Fill, RowsFill
 from kvstore_client.views import Views
 from kvstore_client.writes import PushRequest
 
@@ -242,11 +242,7 @@ class SpaceCore:
         rows = rows_of(
             data, blocks - first_block, self.spec.layout.part_bytes, name="data", writable=False
         )
-
-        def copy(index: int, target: Bytes) -> None:
-            np.copyto(target, rows[index - first_block])
-
-        return copy
+        return RowsFill(rows, first_block)
 
     def explain(self, keys: Sequence[BlockKey]) -> Prepared[list[KeyExplanation]]:
         checked = check_keys(keys)

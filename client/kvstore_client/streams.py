@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from kvstore.model.reasons import Reason
 from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
-from kvstore_client.arrays import Bytes
+from kvstore_client.arrays import Bytes, Rows
 from kvstore_client.calls import (
     Binding,
     SpaceSpec,
@@ -33,13 +33,26 @@ from kvstore_client.steps import (
 if TYPE_CHECKING:
     from kvstore_client.reads import Copied, FetchRequest
 
-__all__ = ["Fill", "download_blocks", "upload_blocks"]
+__all__ = ["Fill", "RowsFill", "download_blocks", "upload_blocks"]
 
 CHUNK_BYTES = 1 << 20
 """gRPC is fastest with messages of 1 to 4 MiB."""
 
 Fill = Callable[[int, Bytes], None]
 """fill(block index, writable uint8 [part_bytes])"""
+
+
+class RowsFill:
+    """Fills blocks from the rows of an array. Unlike a user's function it runs in two threads."""
+
+    __slots__ = ("_first_block", "_rows")
+
+    def __init__(self, rows: Rows, first_block: int) -> None:
+        self._rows = rows
+        self._first_block = first_block
+
+    def __call__(self, index: int, target: Bytes) -> None:
+        np.copyto(target, self._rows[index - self._first_block])
 
 
 # ---------------------------------------------------------------- down

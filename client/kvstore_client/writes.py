@@ -15,6 +15,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from kvstore import gather
 from kvstore.model.keys import BlockKey
 from kvstore.model.reasons import Reason
 from kvstore.wire import convert
@@ -39,7 +40,7 @@ from kvstore_client.steps import (
     Stream,
     UserError,
 )
-from kvstore_client.streams import Fill, upload_blocks
+from kvstore_client.streams import Fill, RowsFill, upload_blocks
 
 __all__ = ["PushRequest", "push"]
 
@@ -241,10 +242,19 @@ def _fill(context: Context, staging: Staging, window: _Window, start: int, fill:
         memory = staging.memory.u8
     except ValueError:
         raise CallFailed(Reason.REGION_UNKNOWN, "the staging region was closed") from None
-    for index, offset in zip(window.wanted.tolist(), window.offsets.tolist(), strict=True):
-        if context.deadline.passed:
-            raise CallFailed(Reason.DEADLINE_EXCEEDED, "filling took too long")
-        fill(start + index, memory[offset : offset + window.part_bytes])
+    blocks = list(zip(window.wanted.tolist(), window.offsets.tolist(), strict=True))
+
+    def run(part: Sequence[tuple[int, int]]) -> None:
+        for index, offset in part:
+            if context.deadline.passed:
+                raise CallFailed(Reason.DEADLINE_EXCEEDED, "filling took too long")
+            fill(start + index, memory[offset : offset + window.part_bytes])
+
+    large = len(blocks) > 1 and len(blocks) * window.part_bytes >= gather.PARALLEL_BYTES
+    if context.executor is not None and large and isinstance(fill, RowsFill):
+        gather.in_halves(run, blocks, context.executor)
+    else:
+        run(blocks)
 
 
 # ---------------------------------------------------------------- byte streams

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import hypothesis.strategies as st
@@ -201,3 +202,37 @@ def test_copy_one_copies() -> None:
     target = np.zeros(SLOT, np.uint8)
     gather.copy_one(REGIONS[3][0], target)
     assert (target == REGIONS[3][0]).all()
+
+
+def test_in_halves_does_each_item_once_on_two_threads() -> None:
+    done: list[int] = []
+    with ThreadPoolExecutor(1) as executor:
+        gather.in_halves(done.extend, range(9), executor)
+    assert sorted(done) == list(range(9))
+
+
+def test_in_halves_does_all_of_it_where_nobody_helps() -> None:
+    done: list[int] = []
+    begun, end = Event(), Event()
+
+    def busy() -> None:
+        begun.set()
+        end.wait()
+
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(busy)
+        begun.wait()
+        gather.in_halves(done.extend, range(9), executor)
+        assert done == list(range(9))
+        end.set()
+
+
+def test_in_halves_raises_what_either_half_raises() -> None:
+    def work(part: Sequence[int]) -> None:
+        if bad in part:
+            raise ValueError(str(bad))
+
+    with ThreadPoolExecutor(1) as executor:
+        for bad in (0, 8):
+            with pytest.raises(ValueError, match=str(bad)):
+                gather.in_halves(work, range(9), executor)
