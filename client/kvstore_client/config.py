@@ -38,8 +38,8 @@ class ClientConfig:
     populate: fault the daemon's memory in ahead, in the background (0.1 s of one core a GiB at
         connect; without, the first fetch of each page takes 1.5 times as long). Change it: to False
         for short-lived processes.
-    copy_threads: 2 halves batches of 8 MiB and more: 1.7 times as fast where a core is free, as fast
-        as one thread where none is. Change it: to 1 if the engine needs every core meanwhile.
+    copy_threads: 2 halves batches of 8 MiB and more: 1.7 times as fast where a core is free, no
+        slower where none is. Change it: to 1 if the engine needs every core meanwhile.
     async_threads: most operations of one AsyncClient at once; those beyond wait in line. Change it:
         to more if that many requests wait for blocks of another engine at the same time.
     prefill: the model's prefill cost, so that lookups say whether loading is worth it; a lookup may
