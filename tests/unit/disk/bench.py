@@ -17,6 +17,7 @@ from kvstore.testing.payload import payload, tag_of
 from kvstore.tiers.base import Bytes, SavedBlock
 from kvstore.tiers.disk.format import record_bytes
 from kvstore.tiers.disk.pages import aligned_bytes
+from kvstore.tiers.disk.rows import index_bytes
 from kvstore.tiers.disk.tier import DiskTier
 
 KIB = 1024
@@ -27,6 +28,11 @@ SECOND = 10**9
 SPACE = 7
 TENANT = "a"
 FINGERPRINT = hashlib.sha256(b"fingerprint").digest()
+
+
+def room(records: int) -> int:
+    """A capacity for so many records, and their index."""
+    return records * RECORD + index_bytes(records)
 
 
 def key(number: int, name: str = "prompt") -> bytes:

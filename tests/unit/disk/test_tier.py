@@ -21,6 +21,7 @@ from tests.unit.disk.bench import (
     content,
     key,
     keys,
+    room,
 )
 
 OTHER = 8
@@ -87,7 +88,7 @@ def test_spaces_do_not_see_each_other() -> None:
 
 
 def test_when_it_is_full_the_coldest_go_and_are_told() -> None:
-    bench = DiskBench(capacity_bytes=64 * RECORD)
+    bench = DiskBench(capacity_bytes=room(64))
     for number in range(100):
         assert bench.save([key(number)]) == [True]
     found = bench.find(keys(100))
@@ -101,7 +102,7 @@ def test_when_it_is_full_the_coldest_go_and_are_told() -> None:
 
 
 def test_what_is_read_outlives_what_is_not() -> None:
-    bench = DiskBench(capacity_bytes=64 * RECORD)
+    bench = DiskBench(capacity_bytes=room(64))
     hot = key(0, "hot")
     bench.save([hot])
     for number in range(200):
@@ -154,15 +155,15 @@ def test_rows_of_spaces_that_are_gone_are_removed_before_anything_is_written() -
 
 
 def test_a_smaller_capacity_is_worked_off_and_a_larger_one_used() -> None:
-    bench = DiskBench(capacity_bytes=256 * RECORD)
+    bench = DiskBench(capacity_bytes=room(256))
     for number in range(200):
         bench.save([key(number)])
-    small = bench.again(capacity_bytes=80 * RECORD)
+    small = bench.again(capacity_bytes=room(80))
     small.pass_time(SECOND)
     assert small.tier.usage().used_bytes <= small.capacity_bytes
     kept = len(small.verify())
     assert 0 < kept < 80
-    large = small.again(capacity_bytes=256 * RECORD)
+    large = small.again(capacity_bytes=room(256))
     for number in range(150):
         large.save([key(number, "more")])
     assert len(large.verify()) > kept + 100
@@ -386,7 +387,7 @@ def test_an_index_that_cannot_be_used_is_set_aside_and_the_tier_begins_cold() ->
 def test_what_was_set_aside_goes_first_when_room_is_needed() -> None:
     folder = MemoryFolder()
     folder.aside = 60 * RECORD
-    bench = DiskBench(folder, capacity_bytes=128 * RECORD)
+    bench = DiskBench(folder, capacity_bytes=room(128))
     assert bench.tier.usage().used_bytes >= 60 * RECORD
     for number in range(100):
         bench.save([key(number)])

@@ -11,10 +11,10 @@ import pytest
 from kvstore.testing.files import Injection, Keep, Op
 from kvstore.testing.folder import MemoryFolder
 from kvstore.tiers.disk.dictindex import CommitFault
-from tests.unit.disk.bench import BLOCK, RECORD, SECOND, SPACE, DiskBench, key, keys
+from tests.unit.disk.bench import BLOCK, SECOND, SPACE, DiskBench, key, keys, room
 
 OTHER = 8
-CAPACITY = 40 * RECORD
+CAPACITY = room(40)
 VERSIONS = range(4)
 
 
@@ -164,10 +164,11 @@ def test_a_device_that_fails_for_long_costs_time_and_blocks_at_most() -> None:
 def test_a_failed_sync_loses_what_it_covered_and_no_more() -> None:
     bench = fresh()
     bench.save(keys(3))
-    bench.folder.files.inject(Injection(Op.FDATASYNC, error=errno.EIO))
+    bench.folder.files.inject(Injection(Op.FDATASYNC, times=10, error=errno.EIO))
     assert bench.save(keys(3, "lost")) == [False] * 3
     assert bench.find(keys(3, "lost")) == []
     assert bench.find(keys(3)) == keys(3)
+    bench.folder.files.heal()
     bench.pass_time(5 * SECOND)
     assert bench.save(keys(3, "lost")) == [True] * 3
     assert_well(bench)

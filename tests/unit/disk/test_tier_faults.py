@@ -21,7 +21,18 @@ from kvstore.tiers.disk.guard import (
     Endurance,
     Path,
 )
-from tests.unit.disk.bench import BLOCK, MS, RECORD, SECOND, SPACE, DiskBench, content, key, keys
+from tests.unit.disk.bench import (
+    BLOCK,
+    MS,
+    RECORD,
+    SECOND,
+    SPACE,
+    DiskBench,
+    content,
+    key,
+    keys,
+    room,
+)
 
 MIB = 1 << 20
 DAY_S = 86_400
@@ -224,7 +235,7 @@ def test_the_numbers_are_those_of_the_folder() -> None:
 
 
 def test_the_age_of_what_makes_room_is_told() -> None:
-    bench = DiskBench(capacity_bytes=64 * RECORD)
+    bench = DiskBench(capacity_bytes=room(64))
     for number in range(200):
         bench.save([key(number)])
         bench.clock.advance_ns(20 * SECOND)
