@@ -270,11 +270,12 @@ class Store:
 
         `ttl_ns` counts from the answer; None is for view leases, which have no deadline.
         """
-        below = None
+        below, most_ns = None, wait_ns
         if load_ns and self.archives:
             codes = self.core.lookup(session.id, space_id, keys)
             below = await self.archives.below(space_id, keys, codes)
-        most_ns = max(wait_ns, load_ns) if below else wait_ns or load_ns
+            if below or PENDING in codes:  # else nothing is loaded, and the lease ends by its ttl
+                most_ns = max(wait_ns, load_ns)
         now_ns = self.clock.monotonic_ns()
         acquired = self.core.acquire(
             session.id,
@@ -292,17 +293,18 @@ class Store:
         if not lease_id:
             return nothing(keys, acquired.reason)
         if acquired.ready:
-            return self._settle(lease_id, keys)
+            return self._settle(lease_id, keys, ttl_ns)
         try:
             await self._waiters.wait(lease_id, session.id, most_ns)
         except asyncio.CancelledError:
             self.release(session, (lease_id,))
             raise
-        leased = self._settle(lease_id, keys)
+        leased = self._settle(lease_id, keys, ttl_ns)
         return self._still_there(session, space_id, keys, leased, all_or_nothing=all_or_nothing)
 
-    def _settle(self, lease_id: int, keys: Sequence[bytes]) -> Leased:
-        settled = self.core.settle(lease_id, self.clock.monotonic_ns())
+    def _settle(self, lease_id: int, keys: Sequence[bytes], ttl_ns: int | None) -> Leased:
+        now_ns = self.clock.monotonic_ns()
+        settled = self.core.settle(lease_id, now_ns, None if ttl_ns is None else now_ns + ttl_ns)
         self._run()
         reason = settled.reasons[min(settled.reasons)] if settled.reasons else Reason.OK
         if not settled.leased:
