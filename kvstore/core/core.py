@@ -214,9 +214,12 @@ class Core:
             now_ns=now_ns,
         )
 
-    def settle(self, lease_id: int, now_ns: int) -> Settled:
-        """What a read lease holds. A lease that holds nothing ends here."""
-        return self._reads.settle(lease_id)
+    def settle(self, lease_id: int, now_ns: int, until_ns: int | None = None) -> Settled:
+        """What a read lease holds. A lease that holds nothing ends here.
+
+        until_ns: its deadline from now on, if that is sooner than the one it was taken with.
+        """
+        return self._reads.settle(lease_id, until_ns)
 
     def release(self, session: int, lease_ids: Sequence[int], now_ns: int) -> tuple[int, int]:
         """Ends leases of the session or its group: (released, unknown). A reservation that is not

@@ -230,8 +230,18 @@ class LeaseTable:
         if lease.until_ns is not None:
             self._dated -= 1
             if len(self._heap) > 64 and len(self._heap) > 2 * self._dated:
-                self._heap = [entry for entry in self._heap if entry[1] in self._leases]
+                dates: dict[int, int] = {}
+                for until_ns, lease_id in self._heap:
+                    if lease_id in self._leases:
+                        dates[lease_id] = min(until_ns, dates.get(lease_id, until_ns))
+                self._heap = [(until_ns, lease_id) for lease_id, until_ns in dates.items()]
                 heapq.heapify(self._heap)
+
+    def shorten(self, lease: Lease, until_ns: int) -> None:
+        """Brings a lease's deadline forward; a later one changes nothing."""
+        if lease.until_ns is not None and until_ns < lease.until_ns:
+            lease.until_ns = until_ns
+            heapq.heappush(self._heap, (until_ns, lease.id))
 
     def due(self, now_ns: int) -> Iterator[Lease]:
         """The live leases whose deadline is over; each is given once."""

@@ -237,7 +237,7 @@ class Reads:
 
     # ------------------------------------------------------------------ settle, release
 
-    def settle(self, lease_id: int) -> Settled:
+    def settle(self, lease_id: int, until_ns: int | None = None) -> Settled:
         """What the lease holds; what has not come by now is dropped from it."""
         lease = self.books.leases.get(lease_id)
         if not isinstance(lease, ReadLease):
@@ -251,6 +251,8 @@ class Reads:
         if not leased or (lease.all_or_nothing and leased < len(places)):
             self.end(lease)
             return Settled([None] * len(places), lease.reasons, 0)
+        if until_ns is not None:
+            self.books.leases.shorten(lease, until_ns)
         return Settled(places, lease.reasons, leased)
 
     def _drop_pending(self, lease: ReadLease) -> None:

@@ -45,3 +45,31 @@ def test_the_heap_forgets_what_ended_early() -> None:
         table.remove(lease(table, session, 1_000 + index))
     assert len(table.dated()) <= 65
     assert kept.id in table.dated()
+
+
+def test_a_deadline_can_come_sooner_but_not_later() -> None:
+    table, session = LeaseTable(), Session(1, "a", b"g")
+    first, never = lease(table, session, 100), lease(table, session, None)
+    table.shorten(first, 200)
+    table.shorten(never, 5)
+    assert list(table.due(99)) == []
+    table.shorten(first, 50)
+    assert (first.until_ns, table.next_due_ns()) == (50, 50)
+    assert list(table.due(50)) == [first]
+    table.remove(first)
+    assert list(table.due(999)) == []
+    assert table.get(never.id) is never
+
+
+def test_the_heap_forgets_the_later_deadlines_of_shortened_leases() -> None:
+    table, session = LeaseTable(), Session(1, "a", b"g")
+    kept = [lease(table, session, 10**9) for _ in range(100)]
+    for one in kept:
+        table.shorten(one, 10**8)
+    for index in range(10_000):
+        gone = lease(table, session, 10**9)
+        table.shorten(gone, 1_000 + index)
+        table.remove(gone)
+    assert table.dated() >= {one.id for one in kept}
+    assert len(table._heap) <= 2 * len(kept) + 65
+    assert sorted(one.id for one in table.due(10**8)) == [one.id for one in kept]
