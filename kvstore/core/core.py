@@ -348,7 +348,7 @@ class Core:
                 self._writes.grant(session, total_bytes, now_ns)
 
     def save_hottest(self, now_ns: int) -> int:
-        """Begins to save the warmest blocks that no archive has, as many as may be out; how many."""
+        """Begins to save the warmest blocks that no archive has; as many as it began."""
         return self._moves.save_hottest()
 
     def archive_dropped(self, tier: int, space_id: int, keys: Iterable[bytes]) -> None:

@@ -14,7 +14,9 @@ from kvstore.tiers.host import HostStats
 
 
 class Mover(Protocol):
-    """What runs the core's copies (kvstore.mover); they come back through `Store.copies_done`."""
+    """What runs the core's copies (kvstore.mover). They come back through `Store.copies_done`, in a
+    later turn of the loop: never within `submit`.
+    """
 
     def submit(self, moves: Sequence[Copy | Forget]) -> None: ...
 

@@ -34,7 +34,7 @@ Reply = TypeVar("Reply")
 TEXT_BYTES_MAX = 128
 DETAIL_CHARS_MAX = 512
 """Of an error's text: it travels in trailing metadata, which gRPC bounds."""
-DEADLINE_MARGIN_NS = 5 * NS_PER_MS
+DEADLINE_MARGIN_NS = 10 * NS_PER_MS
 """An answer is sent this long before the caller's deadline, so that it still arrives."""
 
 

@@ -86,7 +86,7 @@ class FlakyLedger(VolatileLedger):
 
 
 class StepMover:
-    """Copies by `step`, or at once. `fails`: keys whose copy fails."""
+    """Copies by `step`, or in the loop's next turn. `fails`: keys whose copy fails."""
 
     def __init__(self, stand: Stand) -> None:
         self.held = False
@@ -97,7 +97,8 @@ class StepMover:
     def submit(self, moves: Sequence[Copy | Forget]) -> None:
         self.out += [move for move in moves if isinstance(move, Copy)]
         if not self.held:
-            self.step()
+            # As the real one: never while the store is at work.
+            self._stand.loop.call_soon(self.step)
 
     def relieve(self) -> None:
         """No copy of it ever stalls."""
@@ -106,6 +107,8 @@ class StepMover:
         """Ends the oldest copies that are out."""
         count = len(self.out) if count is None else count
         copies, self.out = self.out[:count], self.out[count:]
+        if not copies:
+            return
         done: list[tuple[int, bool, Reason, bytes | None, int]] = []
         for copy in copies:
             if copy.key in self.fails:
@@ -256,6 +259,7 @@ class Stand:
         view: bool = False,
         ttl_ns: int = TTL_NS,
         wait_ns: int = 0,
+        load_ns: int = 0,
         all_or_nothing: bool = False,
     ) -> Leased:
         return await self.store.acquire(
@@ -265,6 +269,7 @@ class Stand:
             mode=LeaseMode.VIEW if view else LeaseMode.COPY,
             ttl_ns=None if view else ttl_ns,
             wait_ns=wait_ns,
+            load_ns=load_ns,
             all_or_nothing=all_or_nothing,
         )
 

@@ -58,6 +58,40 @@ def test_an_acquire_waits_until_its_deadline_and_takes_what_is_there(stand: Stan
     assert stand.held[0] == 0
 
 
+@pytest.mark.parametrize("wait_ns", [0, 1, 60 * SECOND])
+@pytest.mark.parametrize("load_ns", [0, 20 * SECOND])
+def test_a_lease_lives_for_its_time_from_the_answer_on(
+    stand: Stand, wait_ns: int, load_ns: int
+) -> None:
+    """However long it might have waited."""
+    session = stand.attach()
+    space = stand.open(session)
+    stand.put(session, space, CHAIN)
+    work = stand.acquire(session, space, CHAIN, wait_ns=wait_ns, load_ns=load_ns, ttl_ns=SECOND)
+    assert stand.run(work).leased == 6
+    stand.pass_time(SECOND - 1)
+    assert stand.held[0] == 1
+    stand.pass_time(1)
+    assert stand.held[0] == 0
+
+
+def test_a_lease_that_waited_lives_for_its_time_from_the_answer_on(stand: Stand) -> None:
+    session = stand.attach()
+    space = stand.open(session)
+    reserved = stand.reserve(session, space, CHAIN)
+    work = stand.acquire(session, space, CHAIN, wait_ns=600 * SECOND, ttl_ns=SECOND)
+    waiting = stand.begin(work)
+    stand.pass_time(10 * SECOND)
+    done = stand.run(stand.commit(session, reserved.lease_id))
+    assert (done.visible, done.reason) == (6, Reason.OK)
+    stand.settle()
+    assert waiting.result().leased == 6
+    stand.pass_time(SECOND - 1)
+    assert stand.held[0] == 1
+    stand.pass_time(1)
+    assert stand.held[0] == 0
+
+
 def test_without_a_wait_nothing_is_waited_for(stand: Stand) -> None:
     session = stand.attach()
     space = stand.open(session)
