@@ -45,13 +45,8 @@ class Announcer:
                 os.unlink(ready_file)
 
     def ready(self, record: Mapping[str, Any]) -> None:
-        """Says once that the daemon serves."""
+        """Says once that the daemon serves; first in the file, which others may look for then."""
         line = json.dumps(record).encode() + b"\n"
-        if self._fd is not None:
-            with contextlib.suppress(OSError):  # whoever asked is gone: no reason not to serve
-                os.write(self._fd, line)
-            os.close(self._fd)
-            self._fd = None
         if self._file is not None:
             temporary = f"{self._file}.{os.getpid()}"
             try:
@@ -61,6 +56,11 @@ class Announcer:
             except OSError as error:
                 detail = f"cannot write {self._file}: {error.strerror}"
                 raise StartError(Reason.START_SETTINGS, detail, "--ready-file") from None
+        if self._fd is not None:
+            with contextlib.suppress(OSError):  # whoever asked is gone: no reason not to serve
+                os.write(self._fd, line)
+            os.close(self._fd)
+            self._fd = None
         self._notify("READY=1")
 
     def stopping(self) -> None:
