@@ -432,9 +432,8 @@ def _completion(copy: Copy, outcome: Saved | None, elapsed_ns: int) -> Completio
     if outcome is not None:
         # An archive may let a block age out between finding and loading it, and says itself, once,
         # that it takes no saves.
-        level = logging.INFO if reason is Reason.MISS_EVICTED else logging.WARNING
-        level = logging.DEBUG if copy.why == "save" else level
-        log.log(level, "mover: %s: %s", _name(copy), outcome)
+        usual = reason is Reason.MISS_EVICTED or copy.why == "save"
+        log.log(logging.DEBUG if usual else logging.WARNING, "mover: %s: %s", _name(copy), outcome)
     return Completion(copy.copy_id, False, reason, None, elapsed_ns)
 
 

@@ -88,20 +88,20 @@ class Books:
     @property
     def moves_full(self) -> bool:
         """Whether as many saves, demotions and promotions are out as may be."""
-        return self._full(self.moving, self.moving_bytes)
+        limits = self.limits
+        many = self.moving >= limits.copies_in_flight_max
+        return self._fills(self.moving_bytes) or (
+            many and self.moving_bytes >= limits.copies_in_flight_bytes
+        )
 
     @property
     def loads_full(self) -> bool:
         """Whether as many loads are out as may be."""
-        return self._full(self.loading, self.loading_bytes)
+        most = self.limits.loads_in_flight_max or self.limits.copies_in_flight_max
+        return self.loading >= most or self._fills(self.loading_bytes)
 
-    def _full(self, copies: int, copied_bytes: int) -> bool:
-        limits = self.limits
-        if copied_bytes >= limits.copies_in_flight_share * self.ingest.capacity_bytes:
-            return True
-        return (
-            copies >= limits.copies_in_flight_max and copied_bytes >= limits.copies_in_flight_bytes
-        )
+    def _fills(self, copied_bytes: int) -> bool:
+        return copied_bytes >= self.limits.copies_in_flight_share * self.ingest.capacity_bytes
 
     def next_id(self, kind: str) -> int:
         """1, 2, 3 ... for each kind; never reused."""

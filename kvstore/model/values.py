@@ -61,10 +61,10 @@ class CoreLimits:
 
     view_bytes_per_session_max: 0 is a quarter of the ingest pool.
     staging_bytes: of one session. staging_share: of the ingest pool, over all sessions.
-    pinned_share: of each pool. copies_in_flight_max: saves and demotions, and as many loads, and
-    more as long as they have less than copies_in_flight_bytes, but never more bytes than
-    copies_in_flight_share of the ingest pool; past it blocks are dropped unsaved, or not loaded.
-    region_share: of a pool, for one region.
+    pinned_share: of each pool. copies_in_flight_max: saves and demotions, and more as long as they
+    have less than copies_in_flight_bytes; loads_in_flight_max: loads, 0: as many. Of either never
+    more bytes than copies_in_flight_share of the ingest pool. Past it blocks are dropped unsaved,
+    or not loaded. region_share: of a pool, for one region.
     """
 
     keys_per_call_max: int = 16_384
@@ -79,6 +79,7 @@ class CoreLimits:
     copies_in_flight_max: int = 256
     copies_in_flight_bytes: int = 0
     copies_in_flight_share: float = 1.0
+    loads_in_flight_max: int = 0
     region_slots_min: int = 4
     region_share: float = 1 / 64
     review_ttl_ns: int = 24 * 3_600 * 10**9

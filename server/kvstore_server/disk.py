@@ -15,8 +15,10 @@ READERS = 4
 """Threads that load: as many reach a device's limit."""
 IN_FLIGHT_BYTES = 64 << 20
 """Small blocks may be on their way to and from the device by thousands."""
-IN_FLIGHT_SHARE = 0.25
+IN_FLIGHT_SHARE = 0.5
 """Of the host tier: what waits for the device, at most, in each direction."""
+LOADS_MAX = 1 << 16
+"""A long prompt is loaded at once; its bytes are bounded by the share."""
 # What a load is taken for until some were measured: an ordinary NVMe device.
 BYTES_PER_SECOND = 1e9
 LATENCY_NS = 1_000_000

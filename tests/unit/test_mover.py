@@ -591,7 +591,7 @@ def test_logs_show_no_whole_key(
     bench: Bench, disk_steps: StepExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.mover.submit([load(1, 0, bytes(range(32)))])
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         disk_steps.run()
     assert "00010203" in caplog.text
     assert "0001020304" not in caplog.text

@@ -88,6 +88,9 @@ class DiskTier:
         self._writer: Writer | None = None
         self._ages = Ages()
         self._spaces: dict[int, SpaceInfo] = {}
+        # Those of earlier daemons, whose rows are to be loaded first: a space that is made later
+        # may have the number of one that the ledger has lost.
+        self._restored: set[int] | None = None
         self._forgotten: set[tuple[int, bytes]] = set()  # before the folder could be opened
         self._generations = itertools.count(1)
         self._writing = threading.Lock()
@@ -271,6 +274,7 @@ class DiskTier:
 
     def start(self) -> None:
         """Opens, loads and tends on a thread. The spaces of earlier runs were described before."""
+        self._restored = set(self._spaces)
         self._thread = threading.Thread(target=self._run, name="kvstore-disk-tend", daemon=True)
         self._thread.start()
 
@@ -293,7 +297,8 @@ class DiskTier:
         volume = self.volume
         assert volume is not None, "opened before"
         gone = set(self._gone_spaces(volume))
-        known = [space_id for space_id in self._spaces if space_id not in gone]
+        spaces = self._spaces if self._restored is None else self._restored
+        known = [space_id for space_id in list(spaces) if space_id not in gone]
         try:
             volume.load(known, lambda: not self._stopping)
         except Unusable as unusable:
@@ -311,6 +316,7 @@ class DiskTier:
                 volume.discard(*name)
             self._forgotten.clear()
             self._settle_first()
+        self._restored = None
         self.phase = "ready"
         self._loaded.set()
         return True

@@ -111,6 +111,24 @@ def test_the_hottest_are_saved_before_an_end_ancestors_first() -> None:
     assert len(saved(bench)) == 6
 
 
+def test_small_saves_may_be_many() -> None:
+    limits = CoreLimits(
+        staging_bytes=4 * BLOCK,
+        staging_share=0.9,
+        copies_in_flight_max=2,
+        copies_in_flight_bytes=3 * BLOCK,
+    )
+    bench = Bench(slots=16, disk=True, limits=limits)
+    session = bench.session()
+    space = bench.space(session)
+    for index in range(8):
+        bench.put(session, space, keys(1, f"alone {index}"))
+    bench.hold_copies = True
+    while bench.core.save_hottest(bench.now_ns):
+        pass
+    assert len(bench.out("save")) == 3
+
+
 def test_copies_in_flight_take_a_share_of_the_pool_at_most() -> None:
     limits = CoreLimits(
         staging_bytes=4 * BLOCK, staging_share=0.9, copies_in_flight_share=2 * BLOCK / 2**20

@@ -339,12 +339,12 @@ def test_loads_are_bounded() -> None:
     assert settled.reasons[2] is Reason.LIMIT_QUEUE
 
 
-def test_small_loads_may_be_many() -> None:
+def test_loads_may_have_a_bound_of_their_own() -> None:
     limits = CoreLimits(
         staging_bytes=BLOCK,
         staging_share=0.9,
         copies_in_flight_max=2,
-        copies_in_flight_bytes=3 * BLOCK,
+        loads_in_flight_max=3,
     )
     bench = Bench(slots=8, disk=True, limits=limits)
     session = bench.session()
