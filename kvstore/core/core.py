@@ -15,7 +15,7 @@ from kvstore.core.arena import Arena
 from kvstore.core.books import Books
 from kvstore.core.decisions import Decisions
 from kvstore.core.effects import Effect
-from kvstore.core.leases import ReadLease, Session, WriteLease, WriteState
+from kvstore.core.leases import ReadLease, Session, WriteLease
 from kvstore.core.moves import Moves
 from kvstore.core.names import Names
 from kvstore.core.openings import Openings
@@ -280,15 +280,8 @@ class Core:
         )
 
     def is_reserved(self, session: int, lease_id: int) -> bool:
-        """Whether the session's reservation may be filled: neither given up, expired nor committed.
-        Its ranges of staging may be another one's afterwards.
-        """
-        known, lease = self._session(session), self.books.leases.get(lease_id)
-        return (
-            isinstance(lease, WriteLease)
-            and lease.session is known
-            and lease.state is WriteState.RESERVED
-        )
+        """Whether the session's reservation may be filled: neither given up, expired nor committed."""
+        return self._writes.is_reserved(self._session(session), lease_id)
 
     def commit(self, session: int, lease_id: int, durable: bool, now_ns: int) -> Committed:
         """Publishes a reservation once its bytes are copied. Asking again changes nothing."""

@@ -141,6 +141,15 @@ class Writes:
                 lease.session.groups.add(group)
         return reason
 
+    def is_reserved(self, session: Session | None, lease_id: int) -> bool:
+        """Whether a reservation may still be filled: its ranges may be another one's afterwards."""
+        lease = self.books.leases.get(lease_id)
+        return (
+            isinstance(lease, WriteLease)
+            and lease.session is session
+            and lease.state is WriteState.RESERVED
+        )
+
     # ------------------------------------------------------------------ staging
 
     def _staging(self, session: Session, part_bytes: int, now_ns: int) -> Staging | Reason:
