@@ -280,7 +280,7 @@ class Core:
         )
 
     def is_reserved(self, session: int, lease_id: int) -> bool:
-        """Whether the session's reservation may be filled: neither given up, expired nor committed."""
+        """Whether the session's reservation may be filled: not given up, expired or committed."""
         return self._writes.is_reserved(self._session(session), lease_id)
 
     def commit(self, session: int, lease_id: int, durable: bool, now_ns: int) -> Committed:
