@@ -40,8 +40,8 @@ from kvstore.tiers.disk.writer import GONE, Outgoing, Writer
 
 log = logging.getLogger(__name__)
 
-WRITE_THREADS = 3
-"""With two writes beside each other a device is at its limit; the third hashes."""
+WRITE_THREADS = 4
+"""With two or three writes beside each other a device is at its limit; the others hash."""
 LOAD_WAIT_S = 1.0
 """So long a save waits for the index, then it is given up: slots of the host wait for it."""
 CLOSE_WAIT_S = 5.0

@@ -11,6 +11,7 @@ and `find` may run on any.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from kvstore.tiers.disk.ring import Ring, Slot, Victim
 from kvstore.tiers.disk.rows import Index, Place, RowBatch
 
 SWEEP_ROWS = 4_096
+TOUCHES_MAX = 128
+"""Reads that the ring is told of together: one by one they cost more than the look-up."""
 
 
 class SpaceInfo(NamedTuple):
@@ -36,6 +39,14 @@ class SpaceInfo(NamedTuple):
 
     tenant_digest: bytes
     fingerprint_digest: bytes
+
+
+class _Children(NamedTuple):
+    """Blocks that have parents. rows: i64 [n], space_ids: u64 [n], parents: keys, uint8 [n, 32]."""
+
+    rows: NDArray[np.int64]
+    space_ids: NDArray[np.uint64]
+    parents: NDArray[np.uint8]
 
 
 @dataclass
@@ -84,6 +95,7 @@ class Volume:
         self.lost_segments = 0
         self.orphans: list[int] = []
         self._scratch = ScratchPages()
+        self._touched: list[Slot] = []
 
     # ------------------------------------------------------------------ start
 
@@ -107,7 +119,7 @@ class Volume:
         Nothing may be placed before it has ended and the debts are paid. Unusable, OSError.
         """
         known = np.array(sorted(spaces), np.uint64)
-        links: list[tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint8]]] = []
+        orphans: list[_Children] = []
         for loaded in self.index.load():
             if not go_on():
                 return
@@ -120,9 +132,11 @@ class Volume:
             parents = np.frombuffer(batch.rows["parent"].tobytes(), np.uint8)
             parents = parents.reshape(-1, KEY_BYTES)
             child = (rows != NO_ROW) & parents.any(axis=1)
-            links.append((rows[child], batch.space_ids[child], parents[child]))
-        for children, space_ids, keys in links:
-            self._link(children, space_ids, keys)
+            children = _Children(rows[child], batch.space_ids[child], parents[child])
+            # Parents were mostly saved before: few have to be remembered.
+            orphans.append(self._link(children))
+        for children in orphans:
+            self._link(children)
 
     def _owe(self, batch: RowBatch, chosen: NDArray[np.bool_]) -> None:
         rows = batch.rows[chosen]
@@ -147,22 +161,19 @@ class Volume:
         self._owe(batch, rows == NO_ROW)
         return rows
 
-    def _link(
-        self, children: NDArray[np.int64], space_ids: NDArray[np.uint64], keys: NDArray[np.uint8]
-    ) -> None:
-        """Tells the ring of parents. What went meanwhile has no row, or another block's: its slot
-        then gets a wrong parent, which only costs a good order of eviction."""
-        parents = self.catalog.find_batch(space_ids, keys)
+    def _link(self, children: _Children) -> _Children:
+        """Tells the ring of parents; those whose parent is not known. A child that went meanwhile
+        has no row, or is another block: its slot then gets a wrong parent, which only costs a good
+        order of eviction.
+        """
+        parents = self.catalog.find_batch(children.space_ids, children.parents)
         both = parents != NO_ROW
-        if not both.any():
-            return
-        with self.books:
-            try:
-                below = np.stack(self.catalog.places(children[both]), axis=1)
+        if both.any():
+            with self.books, contextlib.suppress(KeyError):
+                below = np.stack(self.catalog.places(children.rows[both]), axis=1)
                 above = np.stack(self.catalog.places(parents[both]), axis=1)
-            except KeyError:
-                return
-            self.ring.link(below, above)
+                self.ring.link(below, above)
+        return _Children(*(column[~both] for column in children))
 
     # ------------------------------------------------------------------ reading
 
@@ -196,13 +207,21 @@ class Volume:
         finally:
             with self.books:
                 self.ring.unpin(slot)
+                self._touched.append(slot)
+                if len(self._touched) >= TOUCHES_MAX:
+                    self.tell_touches()
         if fault is None:
-            with self.books:
-                self.ring.touch(np.array([slot.segment], "u4"), np.array([slot.slot], "u4"))
             return entry.checksum
         if not self.discard(space_id, key, entry):
             raise KVStoreError(Reason.MISS_EVICTED, "aged out while it was read")
         raise BlockCorrupt(Reason.MISS_CORRUPT, f"{key[:4].hex()}: {fault.text}")
+
+    def tell_touches(self) -> None:
+        """Tells the ring what was read: before it chooses, and now and then. `books` is held."""
+        if self._touched:
+            touched = np.array(self._touched, np.uint32)
+            self._touched.clear()
+            self.ring.touch(touched[:, 0], touched[:, 1])
 
     def _read(
         self,

@@ -19,10 +19,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.model.reasons import NoSpace, Reason
 from kvstore.tiers.base import SavedBlock
+from kvstore.tiers.disk.catalog import NO_ROW
 from kvstore.tiers.disk.files import Trouble, classify
 from kvstore.tiers.disk.format import (
+    KEY_BYTES,
     RecordHeader,
     Row,
     encode_into,
@@ -40,6 +45,7 @@ log = logging.getLogger(__name__)
 ROUNDS_MAX = 6
 """Of making room for one batch: segments that cannot be made, victims to be removed first."""
 BAD_SLOTS_MAX = 1_024
+NO_PARENT = bytes(KEY_BYTES)
 GONE = "gone-"
 """Prefix of named values: spaces that were dropped while they had rows."""
 
@@ -114,6 +120,7 @@ class Writer:
         error: OSError | None = None
         for _ in range(ROUNDS_MAX):
             with volume.books:
+                volume.tell_touches()
                 placement = volume.ring.place(tenant, size, len(left))
             self._take_out(placement)
             failed = self._make_segments(placement)
@@ -237,15 +244,19 @@ class Writer:
     def _publish(self, written: Sequence[Outgoing]) -> None:
         volume = self._volume
         rows = [one.row for one in written if one.row is not None]
+        parents = [row.row.parent or NO_PARENT for row in rows]
+        space_ids = np.array([row.space_id for row in rows], np.uint64)
+        packed = np.frombuffer(b"".join(parents), np.uint8).reshape(-1, KEY_BYTES)
         with volume.books:
             numbers = volume.catalog.put_many(rows)
-            for one, number in zip(written, numbers, strict=True):
+            found = volume.catalog.find_batch(space_ids, packed)
+            above = iter(
+                zip(*map(_listed, volume.catalog.places(found[found != NO_ROW])), strict=True)
+            )
+            for one, number, parent in zip(written, numbers, found.tolist(), strict=True):
                 assert one.slot is not None
-                volume.ring.settle(one.slot, number, one.block.depth, self._parent(one.block))
-
-    def _parent(self, block: SavedBlock) -> Slot | None:
-        entry = self._volume.catalog.get(block.space_id, block.parent) if block.parent else None
-        return None if entry is None else Slot(entry.segment, entry.slot)
+                over = None if parent == NO_ROW else Slot(*next(above))
+                volume.ring.settle(one.slot, number, one.block.depth, over)
 
     # ------------------------------------------------------------------ commits
 
@@ -361,6 +372,7 @@ class Writer:
         """
         volume = self._volume
         with volume.books:
+            volume.tell_touches()
             placement = volume.ring.reclaim()
         self._take_out(placement)
         if unlink_first:
@@ -376,3 +388,8 @@ class Writer:
         except OSError:
             file_system = None
         return classify(error, file_system)
+
+
+def _listed(column: NDArray[np.uint32]) -> list[int]:
+    listed: list[int] = column.tolist()
+    return listed
