@@ -36,7 +36,7 @@ from kvstore_client.steps import (
     UserError,
 )
 
-__all__ = ["Prepared", "Root", "typed_error"]
+__all__ = ["Prepared", "Root", "check_text", "typed_error"]
 
 GROUP_BYTES = 16
 GROUP_BYTES_MAX = 64
@@ -213,6 +213,21 @@ def check_keys(keys: object) -> list[BlockKey] | None:
     return None
 
 
+def check_text(text: object, bytes_max: int, setting: str) -> None:
+    """BadRequest naming `setting` unless it is a str that a message can carry."""
+    try:
+        # Strictly: a lone surrogate is no text for protobuf.
+        fits = type(text) is str and len(text.encode()) <= bytes_max
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise BadRequest(
+            Reason.BAD_NAME,
+            f"{setting} must be a str of valid Unicode, at most {bytes_max} bytes of UTF-8",
+            setting,
+        )
+
+
 def _attach_request(engine_id: str, group: bytes | None) -> pb.AttachRequest:
     if group is None:
         group = secrets.token_bytes(GROUP_BYTES)
@@ -220,15 +235,7 @@ def _attach_request(engine_id: str, group: bytes | None) -> pb.AttachRequest:
         raise BadRequest(
             Reason.BAD_NAME, f"group must be bytes, 1 to {GROUP_BYTES_MAX} of them", "group"
         )
-    if (
-        type(engine_id) is not str
-        or len(engine_id.encode("utf-8", "replace")) > ENGINE_ID_BYTES_MAX
-    ):
-        raise BadRequest(
-            Reason.BAD_NAME,
-            f"engine_id must be a str of at most {ENGINE_ID_BYTES_MAX} bytes",
-            "engine_id",
-        )
+    check_text(engine_id, ENGINE_ID_BYTES_MAX, "engine_id")
     return pb.AttachRequest(
         protocol_major=PROTOCOL_MAJOR,
         protocol_minor=PROTOCOL_MINOR,

@@ -6,7 +6,7 @@ Everything that a caller can do wrong is found here, before any call, and raised
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,7 +21,7 @@ from kvstore_client.arrays import Bytes, rows_of
 from kvstore_client.prefill import PrefillFit
 from kvstore_client.reads import FetchRequest
 from kvstore_client.results import Fetched, Hit, KeyExplanation, Pushed, Rank, SpaceStatus
-from kvstore_client.root import Prepared, Root, check_keys, spec_of
+from kvstore_client.root import Prepared, Root, check_keys, check_text, spec_of
 from kvstore_client.steps import (
     Context,
     Operation,
@@ -165,7 +165,7 @@ class SpaceCore:
             return given.keys_to_load, given.reason
         keys = check_keys(given)
         if keys is None:
-            if len(given):
+            if _not_empty(given):
                 raise BadRequest(Reason.BAD_KEY_LENGTH, "give keys (see `keys`) or a Hit", "keys")
             keys = []
         return keys, Reason.NOTHING_TO_DO
@@ -247,7 +247,7 @@ class SpaceCore:
     def explain(self, keys: Sequence[BlockKey]) -> Prepared[list[KeyExplanation]]:
         checked = check_keys(keys)
         if checked is None:
-            if len(keys):
+            if _not_empty(keys):
                 raise BadRequest(Reason.BAD_KEY_LENGTH, "explain takes keys", "keys")
             return Prepared(lambda context: _no_steps([]), None)
         return Prepared(lambda context: calls.explain(self.spec, checked), None)
@@ -266,7 +266,8 @@ class SpaceCore:
             shape = (len(layout.parts), *shape)
         dtype = getattr(torch, layout.kv_dtype)
         flat = torch.from_numpy(fetched.data)
-        data = flat.view(dtype).reshape(flat.shape[0], *shape)
+        # Flat first: torch refuses to view rows of nothing, as of a miss, as another type.
+        data = flat.reshape(-1).view(dtype).reshape(flat.shape[0], *shape)
         return Fetched(
             fetched.blocks,
             fetched.tokens,
@@ -284,19 +285,17 @@ class SpaceCore:
 
 
 def check_request_id(request_id: object) -> None:
-    if type(request_id) is not str or len(request_id.encode("utf-8", "replace")) > (
-        REQUEST_ID_BYTES_MAX
-    ):
-        raise BadRequest(
-            Reason.BAD_NAME,
-            f"request_id must be a str of at most {REQUEST_ID_BYTES_MAX} bytes",
-            "request_id",
-        )
+    check_text(request_id, REQUEST_ID_BYTES_MAX, "request_id")
 
 
 def check_wait_ms(wait_ms: object) -> None:
     if type(wait_ms) is not int or not 0 <= wait_ms <= WAIT_MS_MAX:
         raise BadRequest(Reason.BAD_SIZE, "wait_ms is an int, 0 or more", "wait_ms")
+
+
+def _not_empty(given: object) -> bool:
+    """True for what has no length, too: None, an iterator."""
+    return not isinstance(given, Sized) or len(given) > 0
 
 
 def _skipped(offered: int, reason: Reason, detail: str) -> Pushed:

@@ -37,6 +37,17 @@ def test_tensors_come_back_as_they_went_in() -> None:
     store.close()
 
 
+def test_a_miss_is_a_tensor_without_blocks() -> None:
+    store = FakeStore()
+    with Client("/fake", transport=store.transport) as client:
+        space = client.space(model(layers=3, heads=2, head_size=32))
+        for prompt in (tokens(5), tokens(0)):
+            fetched = space.fetch_tensors(space.lookup(prompt))
+            assert (fetched.blocks, fetched.data.dtype) == (0, torch.bfloat16)
+            assert fetched.data.shape == (0, 3, 2, 2, 4, 32)
+    store.close()
+
+
 def test_parts_have_a_dimension_of_their_own() -> None:
     store = FakeStore()
     fingerprint = model(layers=2, heads=2, head_size=32, ranks=2)
