@@ -367,7 +367,8 @@ def send_frame(sock: socket.socket, payload: bytes, fd: int | None = None) -> No
     data = memoryview(_FRAME.pack(len(payload)) + payload)
     if fd is not None:
         data = data[socket.send_fds(sock, [data], [fd]) :]
-    sock.sendall(data)
+    if data:  # sendall of nothing is a call too, and fails if the peer has answered and hung up
+        sock.sendall(data)
 
 
 def recv_frame(sock: socket.socket) -> tuple[bytes, list[int]]:

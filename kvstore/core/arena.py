@@ -195,7 +195,7 @@ class Arena:
             return []
         tenant = pool.tenant
         others_over = any(self._share(t) > 1 for t in self.tenant_bytes if t != tenant)
-        left = self.quota_bytes[tenant] - self.tenant_bytes[tenant]
+        left = self._due_bytes(tenant) - self.tenant_bytes[tenant]
         within = self.shape(pool.slot_bytes, left) if others_over else None
         shape = within or self.shape(pool.slot_bytes, self.capacity_bytes)
         if shape is None:
@@ -237,7 +237,13 @@ class Arena:
         return [region for region in self.regions.values() if not region.held()]
 
     def _share(self, tenant: str) -> float:
-        return self.tenant_bytes[tenant] / self.quota_bytes[tenant]
+        return self.tenant_bytes[tenant] / max(self._due_bytes(tenant), 1)
+
+    def _due_bytes(self, tenant: str) -> int:
+        """The tenant's quota; where staging leaves less than all quotas, its part of that."""
+        quotas = sum(self.quota_bytes.values())
+        left = self.capacity_bytes - self.staging_bytes
+        return self.quota_bytes[tenant] * min(left, quotas) // quotas
 
     def _claim(
         self,
@@ -257,7 +263,7 @@ class Arena:
             if room >= need:
                 break
             owner = region.info.tenant
-            if rank == 1 and tenant is not None and left[owner] <= self.quota_bytes[owner]:
+            if rank == 1 and tenant is not None and left[owner] <= self._due_bytes(owner):
                 continue
             chosen.append(region)
             left[owner] -= region.info.total_bytes

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvstore.core import check, stats
+from kvstore.core.ahead import Ahead
 from kvstore.core.arena import Arena
 from kvstore.core.books import Books
 from kvstore.core.decisions import Decisions
@@ -82,6 +83,7 @@ class Core:
         self._openings = Openings(books, self._moves, rows, reviews)
         self._decisions = Decisions(books, self._openings, rows, reviews)
         self._pins = Pins(books)
+        self._ahead = Ahead(books, self._moves)
 
     @property
     def tiers(self) -> tuple[TierSpec, ...]:
@@ -340,9 +342,12 @@ class Core:
             elif (session := self.books.sessions.get(claimant)) is not None:
                 self._writes.grant(session, total_bytes, now_ns)
 
-    def save_hottest(self, now_ns: int) -> int:
-        """Begins to save the warmest blocks that no archive has; as many as it began."""
-        return self._moves.save_hottest()
+    def save_ahead(self, everything: bool, now_ns: int) -> int:
+        """Begins to save what would be evicted next, if there is little room, or `everything`, the
+        warmest first; as many as may be out; how many.
+        """
+        ahead = self._ahead
+        return ahead.save_hottest() if everything else ahead.save_coldest(now_ns)
 
     def archive_dropped(self, tier: int, space_id: int, keys: Iterable[bytes]) -> None:
         """An archive has aged these names out: evicting the blocks is no longer free."""

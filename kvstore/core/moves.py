@@ -8,7 +8,6 @@ dropped unsaved, and counted; nothing ever waits in a command.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 
 from kvstore.core.arena import Arena
@@ -23,6 +22,9 @@ from kvstore.model.reasons import Reason
 from kvstore.model.values import Place
 
 FREE, FILLING, READY, DOOMED = SlotState
+
+PASSED_MAX = 64
+"""Blocks that are being saved are passed by for a victim whose slot is free at once."""
 
 
 class Moves:
@@ -41,7 +43,7 @@ class Moves:
         if not pool.free and not self._grow(pool, now_ns):
             self._press(pool, now_ns)
             if not pool.free:
-                victim = pool.victim()
+                victim = pool.victim(pass_saves=PASSED_MAX if self._saves_ahead else 0)
                 if victim is None or victim.command == self.books.command:
                     return None
                 self.evict(victim, now_ns)
@@ -166,6 +168,10 @@ class Moves:
             return Reason.MISS_NOT_ADMITTED
         if (space.id, slot.key) in books.saving:
             return Reason.MISS_EVICTED
+        if self._saves_ahead:
+            # The archive does not keep up: nobody who puts waits for it.
+            books.counters["dropped_unsaved"] += 1
+            return Reason.MISS_NOT_ADMITTED
         self._save_ancestors(slot, space, archive)
         if books.moves_full:
             books.counters["dropped_unsaved"] += 1
@@ -173,6 +179,10 @@ class Moves:
         flight = self._fly_save(slot, space, archive)
         self._begin_leaving(flight)
         return Reason.MISS_EVICTED
+
+    @property
+    def _saves_ahead(self) -> bool:
+        return self.books.limits.save_ahead_share > 0
 
     def _save_ancestors(self, slot: Slot, space: Space, archive: int) -> None:
         """Keeps the archive's set closed under parent, so that all of it can be reached later."""
@@ -205,43 +215,25 @@ class Moves:
         flight.durable.append(lease)
         lease.saves += 1
 
-    def save_hottest(self) -> int:
-        """Saves the most recently used blocks that no archive has, with their ancestors, as many as
-        may be out; how many were begun.
+    def save(self, slot: Slot, archive: int) -> bool:
+        """Saves a block that stays where it is, with its ancestors first. False: it cannot be saved
+        now.
         """
-        begun = self.books.moving
-        for arena in self.books.pools:
-            archive = self.books.archive_below(arena.tier)
-            if archive is None:
-                continue
-            unsaved = (
-                slot
-                for pool in arena.pools.values()
-                for region in pool.regions.values()
-                for slot in region.slots
-                if self._can_be_saved(slot)
-            )
-            room = self.books.limits.copies_in_flight_max
-            for slot in heapq.nlargest(room, unsaved, key=lambda slot: slot.touched_ns):
-                space = slot.space
-                assert space is not None
-                self._save_ancestors(slot, space, archive)
-                if self.books.moves_full:
-                    break
-                if self._can_be_saved(slot):
-                    self._fly_save(slot, space, archive)
-                    _hold_for_save(slot)
-        return self.books.moving - begun
-
-    def _can_be_saved(self, slot: Slot) -> bool:
         space = slot.space
-        return (
-            slot.state is READY
-            and not slot.saved
-            and space is not None
-            and space.state is SpaceState.OPEN
-            and (space.id, slot.key) not in self.books.saving
-        )
+        if (
+            slot.state is not READY
+            or slot.saved
+            or space is None
+            or space.state is not SpaceState.OPEN
+            or (space.id, slot.key) in self.books.saving
+        ):
+            return False
+        self._save_ancestors(slot, space, archive)
+        if self.books.moves_full:
+            return False
+        self._fly_save(slot, space, archive)
+        _hold_for_save(slot)
+        return True
 
     def forget(self, space_id: int, key: bytes) -> None:
         """The archives drop the name; behind a running save of it."""

@@ -13,7 +13,7 @@ from kvstore.core.reviews import Review, Reviews
 from kvstore.core.rows import Rows
 from kvstore.core.spaces import Space
 from kvstore.core.states import SpaceState
-from kvstore.model.fingerprint import Difference, Fingerprint, Verdict
+from kvstore.model.fingerprint import FIELDS, Difference, Fingerprint, Verdict
 from kvstore.model.layout import Layout, layout_of
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore.model.values import Opening
@@ -69,7 +69,11 @@ class Openings:
         try:
             layout = layout_of(resolved)
         except BadRequest as error:
-            return _refused(digest, missing, error.reason, (), str(error))
+            field = error.setting
+            if field not in FIELDS:
+                return _refused(digest, missing, error.reason, (), str(error))
+            differs = Difference(field, None, resolved.value(field), field.partition(".")[0])
+            return _refused(digest, missing, error.reason, (differs,), str(error))
         identity = resolved.identity
         floor = self.floors.get(identity.model_name, 0)
         if identity.weight_epoch < floor:

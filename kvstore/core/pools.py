@@ -262,14 +262,26 @@ class Pool:
             slot.region.touched_ns = now_ns
         self._touched_ns = now_ns
 
-    def victim(self) -> Slot | None:
-        """The coldest slot that is not in use; those in use on the way are shelved."""
+    def victim(self, *, pass_saves: int = 0) -> Slot | None:
+        """The coldest slot that is not in use; those in use on the way are shelved. So many that
+        are being saved are passed by for one that is not.
+        """
+        passed: list[Slot] = []
+        found: Slot | None = None
         while (slot := self.policy.coldest()) is not None:
+            if slot.holds == slot.saves and (not slot.saves or len(passed) >= pass_saves):
+                found = slot
+                break
             if slot.holds == slot.saves:
-                return slot
+                passed.append(slot)
             self.policy.shelve(slot)
             slot.marked = True
-        return None
+        if found is None:
+            for slot in reversed(passed):
+                slot.marked = False
+                self.policy.unshelve(slot)
+                found = slot
+        return found
 
 
 def release_holds(slots: Iterable[Slot | None]) -> None:

@@ -25,14 +25,7 @@ from kvstore.store import Store
 from kvstore.tiers import memory_budget
 from kvstore.tiers.base import Archive
 from kvstore.tiers.host import HostTier
-from kvstore_server.disk import (
-    IN_FLIGHT_BYTES,
-    IN_FLIGHT_SHARE,
-    LOADS_MAX,
-    READERS,
-    disk_link,
-    make_disk,
-)
+from kvstore_server.disk import DISK_LIMITS, READERS, disk_link, make_disk
 from kvstore_server.logs import event
 from kvstore_server.process import why_few_descriptors
 
@@ -212,9 +205,7 @@ def _core_limits(settings: Settings, limits: Limits) -> CoreLimits:
         part_bytes_max=limits.part_bytes_max,
         staging_bytes=limits.staging_bytes,
         review_ttl_ns=int(settings.review.ttl_hours * 3600e9),
-        copies_in_flight_bytes=IN_FLIGHT_BYTES if settings.disk.path else 0,
-        copies_in_flight_share=IN_FLIGHT_SHARE if settings.disk.path else 1.0,
-        loads_in_flight_max=LOADS_MAX if settings.disk.path else 0,
+        **(DISK_LIMITS if settings.disk.path else {}),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import Clock
 from kvstore.config import Settings
@@ -13,12 +13,17 @@ if TYPE_CHECKING:
 
 READERS = 4
 """Threads that load: as many reach a device's limit."""
-IN_FLIGHT_BYTES = 64 << 20
-"""Small blocks may be on their way to and from the device by thousands."""
-IN_FLIGHT_SHARE = 0.5
-"""Of the host tier: what waits for the device, at most, in each direction."""
-LOADS_MAX = 1 << 16
-"""A long prompt is loaded at once; its bytes are bounded by the share."""
+DISK_LIMITS: dict[str, Any] = {
+    "copies_in_flight_max": 16,
+    "copies_in_flight_bytes": 64 << 20,
+    # A long prompt is loaded at once, bounded by what the host tier can spare.
+    "loads_in_flight_max": 1 << 16,
+    "copies_in_flight_share": 0.5,
+    # Who puts never waits for the disk: what goes next is saved before, in bursts of so much; what
+    # could not be saved until then is dropped.
+    "save_ahead_share": 0.25,
+}
+"""The core's limits above a disk."""
 # What a load is taken for until some were measured: an ordinary NVMe device.
 BYTES_PER_SECOND = 1e9
 LATENCY_NS = 1_000_000

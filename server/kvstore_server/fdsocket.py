@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 HANDSHAKE_S = 5.0
 LINGER_S = 5.0  # that a client gets to say Unmapped after its session has ended
 ACCEPT_RETRY_S = 0.1
-WAITING_MAX = 64  # connections that have not said Hello yet
+WAITING_MAX = 64  # connections of a tenant that have not said Hello yet
 READ_BYTES = 4096  # a call of the loop does little work for one client
 QUEUED_FRAMES_MAX = 256
 WELCOME_REGIONS_MAX = 1024
@@ -114,7 +114,7 @@ class FdSocket:
         self.bound: dict[int, Connection] = {}  # by session
         self.processes = Processes(self._process_died)
         self.connections: set[Connection] = set()
-        self._connections_max = sessions_max + WAITING_MAX
+        self._sessions_max = sessions_max
         self._listeners: dict[socket.socket, str] = {}
         # The store calls this in the middle of its own work; what follows may end sessions.
         store.unmap_listeners.append(self._unmap_soon)
@@ -153,13 +153,15 @@ class FdSocket:
             self._loop().call_later(ACCEPT_RETRY_S, self._accept_again, listener)
             return
         sock.setblocking(False)
-        waiting = sum(connection.session is None for connection in self.connections)
-        if len(self.connections) >= self._connections_max or waiting >= WAITING_MAX:
+        tenant = self._listeners[listener]
+        waiting = sum(one.waits_as(tenant) for one in self.connections)
+        most = self._sessions_max + WAITING_MAX * len(self._listeners)
+        if len(self.connections) >= most or waiting >= WAITING_MAX:
             self.counts["refused"] += 1
             sock.close()
             return
         self.counts["accepted"] += 1
-        self.connections.add(Connection(self, sock, self._listeners[listener]))
+        self.connections.add(Connection(self, sock, tenant))
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener in self._listeners:
@@ -202,10 +204,15 @@ class Connection:
         self._output: deque[_Queued] = deque()
         self._closing = False  # after the last answer
         self._closed = False
+        self._hung_up = False  # the peer reads no more
         self._ended: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.call_later(server.handshake_s, self.close, "handshake_late")
         self._loop.add_reader(sock, self._readable)
+
+    def waits_as(self, tenant: str) -> bool:
+        """Whether it has not said Hello yet; counted by tenant, so that none keeps others out."""
+        return self.session is None and self._tenant == tenant
 
     def concerns(self, region_id: int) -> bool:
         """Whether this client, or an earlier connection of its process, was given the region."""
@@ -334,7 +341,7 @@ class Connection:
 
     def send(self, reply: fd_pb2.FdReply, fd: int | None = None) -> None:
         """Queues a frame, with a duplicate of `fd` on its first byte. Never blocks."""
-        if self._closed:
+        if self._closed or self._hung_up:
             return
         if len(self._output) >= QUEUED_FRAMES_MAX:
             self.close("slow")
@@ -359,7 +366,7 @@ class Connection:
                 self._loop.add_writer(self._sock, self._writable)
                 return
             except OSError:
-                self.close("reset")
+                self._hung_up_on()
                 return
             if item.fd is not None:
                 os.close(item.fd)
@@ -368,6 +375,17 @@ class Connection:
             else:
                 self._output[0] = _Queued(item.data[sent:], None)
         self._loop.remove_writer(self._sock)
+        if self._closing:
+            self.close("denied")
+
+    def _hung_up_on(self) -> None:
+        """The peer takes no more. What it said before, such as Unmapped, is still to be read: the
+        reader then finds the end.
+        """
+        self._loop.remove_writer(self._sock)
+        close_fds([item.fd for item in self._output if item.fd is not None])
+        self._output.clear()
+        self._hung_up = True
         if self._closing:
             self.close("denied")
 

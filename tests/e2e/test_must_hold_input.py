@@ -616,7 +616,6 @@ def test_silent_peers_are_cut(daemon: Daemon, record_property: Note) -> None:
         assert client.open(MODEL).space_id
 
 
-@pytest.mark.xfail(strict=True, reason="peers without a Hello are counted over all tenants")
 def test_silent_peers_of_one_tenant_keep_no_other_out(daemons: Daemons) -> None:
     two = daemons(
         host__capacity_bytes="16MiB", tenants__a__socket="a.sock", tenants__b__socket="b.sock"
