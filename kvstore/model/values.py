@@ -64,7 +64,9 @@ class CoreLimits:
     pinned_share: of each pool. copies_in_flight_max: saves and demotions, and more as long as they
     have less than copies_in_flight_bytes; loads_in_flight_max: loads, 0: as many. Of either never
     more bytes than copies_in_flight_share of the ingest pool. Past it blocks are dropped unsaved,
-    or not loaded. region_share: of a pool, for one region.
+    or not loaded. save_ahead_share: the coldest part of a pool, that is saved before it has to go;
+    what is evicted unsaved is dropped then. 0: blocks are saved when they are evicted, and their
+    slots wait for that. region_share: of a pool, for one region.
     """
 
     keys_per_call_max: int = 16_384
@@ -80,6 +82,7 @@ class CoreLimits:
     copies_in_flight_bytes: int = 0
     copies_in_flight_share: float = 1.0
     loads_in_flight_max: int = 0
+    save_ahead_share: float = 0.0
     region_slots_min: int = 4
     region_share: float = 1 / 64
     review_ttl_ns: int = 24 * 3_600 * 10**9

@@ -104,6 +104,7 @@ class Store:
         self.core.tick(self.clock.monotonic_ns())
         self._regions.retry()
         self._mover.relieve()
+        self.core.save_ahead(False, self.clock.monotonic_ns())
         self._run()
 
     def drain(self) -> None:
@@ -427,12 +428,13 @@ class Store:
         for copy_id, ok, reason, checksum, elapsed_ns in results:
             self.archives.copied(copy_id, ok, elapsed_ns)
             self.core.done(copy_id, ok, reason, checksum, elapsed_ns, now_ns)
+        self.core.save_ahead(False, now_ns)
         self._run()
 
     def save_warmest(self) -> int:
         """Goes on to save what only memory has; saves that are out then."""
         if self.core.stats().saves_in_flight < self.core.limits.copies_in_flight_max // 2:
-            self.core.save_hottest(self.clock.monotonic_ns())
+            self.core.save_ahead(True, self.clock.monotonic_ns())
             self._run()
         return self.core.stats().saves_in_flight
 

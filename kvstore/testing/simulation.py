@@ -62,6 +62,8 @@ class Simulation(Clients):
         if self.random.random() < 0.5:
             self.machine.finish_row(self.now_ns)
         self.machine.age_archive(tell=self.random.random() < 0.5)
+        if self.random.random() < 0.3:
+            self.core.save_ahead(self.random.random() < 0.2, self.now_ns)
 
     def _pass_time(self) -> None:
         self.clock.advance_ns(self.random.choice([1, 1, 20, 20, 400, 2_000]) * MS)

@@ -134,5 +134,6 @@ def settings(random: Random) -> Setting:
         sessions_max=12,
         spaces_max=14,
         region_slots_min=random.choice([2, 4]),
+        save_ahead_share=random.choice([0.0, 0.0, 0.4]),
     )
     return Setting(tiers, tenants, limits)

@@ -288,8 +288,7 @@ class DiskTier:
                     log.error("disk tier: the folder cannot be opened, tried again: %s", error)
                 return False
             self.phase = "loading"
-            if self.writes.stopped:
-                self.writes.seems_well()
+            self.writes.succeeded()
             return True
 
     def load_index(self) -> bool:

@@ -99,16 +99,91 @@ def test_the_hottest_are_saved_before_an_end_ancestors_first() -> None:
     bench.put(session, space, keys(3, "cold"))
     bench.put(session, space, keys(3, "hot"))
     bench.hold_copies = True
-    assert bench.core.save_hottest(bench.now_ns) == 4
+    assert bench.core.save_ahead(True, bench.now_ns) == 4
     bench.run()
     assert saved(bench)[:3] == keys(3, "hot")
-    assert bench.core.save_hottest(bench.now_ns) == 0, "as many are out as may be"
+    assert bench.core.save_ahead(True, bench.now_ns) == 0, "as many are out as may be"
     bench.hold_copies = False
     bench.settle_all()
-    while bench.core.save_hottest(bench.now_ns):
+    while bench.core.save_ahead(True, bench.now_ns):
         bench.run()
     assert set(saved(bench)) == {*keys(3, "hot"), *keys(3, "cold")}
     assert len(saved(bench)) == 6
+
+
+class Ahead(Bench):
+    """A host of 16 slots, the coldest half of which is saved ahead."""
+
+    def __init__(self) -> None:
+        limits = CoreLimits(staging_bytes=4 * BLOCK, staging_share=0.9, save_ahead_share=0.5)
+        super().__init__(slots=16, disk=True, limits=limits)
+        self.writer = self.session()
+        self.id = self.space(self.writer)
+
+    def fill(self) -> None:
+        for index in range(7):
+            self.put(self.writer, self.id, keys(2, f"prompt {index}"))
+
+
+def test_what_goes_next_is_saved_before_it_has_to_go() -> None:
+    bench = Ahead()
+    bench.put(bench.writer, bench.id, keys(2, "prompt 0"))
+    assert bench.core.save_ahead(False, bench.now_ns) == 0, "there is room"
+    bench.fill()
+    assert bench.core.save_ahead(False, bench.now_ns) > 4
+    bench.run()
+    assert saved(bench)[:4] == keys(2, "prompt 0") + keys(2, "prompt 1")
+    assert keys(2, "prompt 6")[0] not in saved(bench)
+    ahead = len(saved(bench))
+    bench.hold_copies = True
+    reserved = bench.reserve(bench.writer, bench.id, keys(3, "new"))
+    bench.core.commit(bench.writer, reserved.lease_id, False, bench.now_ns)
+    assert len(bench.out("commit")) == 3, "nobody waits for a save"
+    assert len(saved(bench)) == ahead
+
+
+def test_what_could_not_be_saved_in_time_is_dropped_and_counted() -> None:
+    bench = Ahead()
+    bench.fill()
+    bench.hold_copies = True
+    bench.reserve(bench.writer, bench.id, keys(3, "new"))
+    assert bench.out("save") == []
+    assert bench.core.stats().counters["dropped_unsaved"] >= 2
+    reason = bench.core.why_absent(bench.writer, bench.id, keys(2, "prompt 0")[1]).reason
+    assert reason is Reason.MISS_NOT_ADMITTED
+
+
+def test_a_victim_that_is_being_saved_is_passed_by() -> None:
+    bench = Ahead()
+    bench.fill()
+    bench.hold_copies = True
+    begun = bench.core.save_ahead(False, bench.now_ns)
+    assert 4 < begun < 14
+    reserved = bench.reserve(bench.writer, bench.id, keys(3, "new"))
+    bench.core.commit(bench.writer, reserved.lease_id, False, bench.now_ns)
+    assert len(bench.out("commit")) == 3, "their slots were free at once"
+    assert bench.have(bench.writer, bench.id, keys(2, "prompt 0")) == [True] * 2
+    bench.finish_all("save")
+    bench.run()
+    bench.hold_copies = False
+    before = bench.core.stats().counters["dropped_unsaved"]
+    bench.put(bench.writer, bench.id, keys(2, "newer"))
+    assert bench.core.stats().counters["dropped_unsaved"] == before, "they go next"
+
+
+def test_if_all_are_being_saved_one_of_them_goes() -> None:
+    bench = Ahead()
+    bench.fill()
+    bench.hold_copies = True
+    while bench.core.save_ahead(True, bench.now_ns):
+        pass
+    assert len(bench.out("save")) == 14
+    reserved = bench.reserve(bench.writer, bench.id, keys(3, "new"))
+    assert len(reserved.wanted) == 3
+    bench.core.commit(bench.writer, reserved.lease_id, False, bench.now_ns)
+    assert 0 < len(bench.out("commit")) < 3, "some wait for the save of what was there"
+    bench.settle_all()
+    assert bench.have(bench.writer, bench.id, keys(3, "new")) == [True] * 3
 
 
 def test_small_saves_may_be_many() -> None:
@@ -124,7 +199,7 @@ def test_small_saves_may_be_many() -> None:
     for index in range(8):
         bench.put(session, space, keys(1, f"alone {index}"))
     bench.hold_copies = True
-    while bench.core.save_hottest(bench.now_ns):
+    while bench.core.save_ahead(True, bench.now_ns):
         pass
     assert len(bench.out("save")) == 3
 
@@ -138,7 +213,7 @@ def test_copies_in_flight_take_a_share_of_the_pool_at_most() -> None:
     space = bench.space(session)
     bench.put(session, space, keys(4))
     bench.hold_copies = True
-    assert bench.core.save_hottest(bench.now_ns) == 2
+    assert bench.core.save_ahead(True, bench.now_ns) == 2
     bench.acquire(session, space, keys(4, "old"), below=dict.fromkeys(keys(4, "old"), bench.disk))
     assert len(bench.out("load")) == 2
 

@@ -1,0 +1,91 @@
+"""Saving before it is needed: what would be evicted next, so that nobody waits for its slot; and
+before an end what is worth the most.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from itertools import islice
+
+from kvstore.core.arena import Arena
+from kvstore.core.books import Books
+from kvstore.core.moves import Moves
+from kvstore.core.pools import Pool, Slot
+
+COLDEST_MAX = 8_192
+"""Blocks of a pool that are looked at in one go: about a millisecond."""
+HOTTEST_MAX = 1_024
+LOOK_EVERY_NS = 500_000_000
+
+
+class Ahead:
+    """See the module's docstring."""
+
+    def __init__(self, books: Books, moves: Moves) -> None:
+        self.books = books
+        self.moves = moves
+        self._looked: dict[Pool, tuple[int, int]] = {}
+
+    def save_coldest(self, now_ns: int) -> int:
+        """Where room is scarce, saves what policies would evict next, in so far as they would have
+        it saved, as many as may be out; how many were begun.
+        """
+        begun = self.books.moving
+        share = self.books.limits.save_ahead_share
+        for arena, archive in self._arenas() if share else ():
+            ahead_bytes = int(share * arena.capacity_bytes)
+            for pool in arena.pools.values():
+                free_bytes = len(pool.free) * pool.slot_bytes + arena.room_bytes(pool)
+                wanted = min((ahead_bytes - free_bytes) // pool.slot_bytes, COLDEST_MAX)
+                if wanted > 0 and self._is_due(pool, arena.evictions, wanted, now_ns):
+                    self._save_coldest(pool, archive, wanted)
+        return self.books.moving - begun
+
+    def _is_due(self, pool: Pool, evictions: int, wanted: int, now_ns: int) -> bool:
+        """Whether another look is worth its time: some went since, or it was a while ago."""
+        looked = self._looked.get(pool)
+        if looked is not None:
+            few = evictions - looked[0] < max(wanted // 8, 1)
+            if few and now_ns - looked[1] < LOOK_EVERY_NS:
+                return False
+        self._looked[pool] = evictions, now_ns
+        return True
+
+    def _save_coldest(self, pool: Pool, archive: int, wanted: int) -> None:
+        for slot in islice(pool.policy, wanted):
+            if slot.saved or not pool.policy.admit(slot):
+                continue
+            if self.books.moves_full:
+                del self._looked[pool]  # it is gone on with as soon as some have ended
+                return
+            self.moves.save(slot, archive)
+
+    def save_hottest(self) -> int:
+        """Saves the most recently used blocks that no archive has, as many as may be out; how many
+        were begun.
+        """
+        begun = self.books.moving
+        for arena, archive in self._arenas():
+            unsaved = (
+                slot
+                for pool in arena.pools.values()
+                for region in pool.regions.values()
+                for slot in region.slots
+                if not slot.saved and slot.key
+            )
+            for slot in heapq.nlargest(HOTTEST_MAX, unsaved, key=_touched_ns):
+                if self.books.moves_full:
+                    break
+                self.moves.save(slot, archive)
+        return self.books.moving - begun
+
+    def _arenas(self) -> Iterator[tuple[Arena, int]]:
+        for arena in self.books.pools:
+            archive = self.books.archive_below(arena.tier)
+            if archive is not None:
+                yield arena, archive
+
+
+def _touched_ns(slot: Slot) -> int:
+    return slot.touched_ns
