@@ -100,8 +100,11 @@ def in_halves(work: Callable[[Part], None], items: Part, executor: Executor) -> 
     finally:
         # Whatever happens here, nobody may write after the return.
         stolen = other.cancel()
-        if not stolen:
-            other.result()
+        try:
+            if not stolen:
+                other.result()
+        finally:
+            del other  # it holds what it raises, which holds this frame, and the memory in it
     if stolen:
         work(cast(Part, items[half:]))
 

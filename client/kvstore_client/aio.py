@@ -108,6 +108,8 @@ async def _run(
         return future.result()
     except CallFailed as failure:
         raise typed_error(failure) from None
+    finally:
+        del future, done  # it holds what it raises, which holds this frame: see `steps.drive`
 
 
 async def _stop(progress: _Progress, future: asyncio.Future[Any]) -> None:

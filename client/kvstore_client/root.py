@@ -108,7 +108,12 @@ class Root:
         try:
             return steps.drive(operation, link, deadline, may_go_on)
         except UserError as user:
-            raise user.error from None
+            error = user.error
+        try:
+            # Not in the handler: there it would get the UserError, which holds it, as its context.
+            raise error
+        finally:
+            del error  # nor a circle with this frame: see `drive`
 
     def link(self) -> Link:
         """This process's link. BadRequest after `close`."""

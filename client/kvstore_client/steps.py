@@ -156,23 +156,28 @@ def drive(
     """
     answer: Any = None
     failure: Exception | None = None
-    while True:
-        try:
-            step = operation.send(answer) if failure is None else operation.throw(failure)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
-        answer, failure = None, None
-        if not may_go_on(step):
-            operation.close()
-            raise CallFailed(Reason.CANCELLED)
-        try:
-            answer = perform(step, link, deadline)
-        except Exception as error:  # for the operation to decide, and for `guarded` at last
-            failure = error
-        except BaseException:
-            operation.close()
-            raise
+    try:
+        while True:
+            try:
+                step = operation.send(answer) if failure is None else operation.throw(failure)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            answer, failure = None, None
+            if not may_go_on(step):
+                operation.close()
+                raise CallFailed(Reason.CANCELLED)
+            try:
+                answer = perform(step, link, deadline)
+            except Exception as error:  # for the operation to decide, and for `guarded` at last
+                failure = error
+            except BaseException:
+                operation.close()
+                raise
+    finally:
+        # Its traceback holds this frame, and frames with views of shared memory: a region stays
+        # mapped, and counted by the daemon, until the garbage collector finds such a circle.
+        failure = None
 
 
 def guarded(

@@ -4,7 +4,11 @@ on the one for asyncio, and where it matters over shared memory and over byte st
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +20,7 @@ from kvstore.model.cost import PrefillCost
 from kvstore.model.reasons import BadRequest, Reason, Unavailable
 from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
-from kvstore_client import ClientConfig, Rank
+from kvstore_client import AsyncClient, Client, ClientConfig, Rank
 from kvstore_client.testing import NEVER, FakeClock, FakeStore, FakeTransport, refusal
 from tests.client_kit import BLOCK_TOKENS, MakeClient, clients, model, rows, tokens
 
@@ -361,6 +365,49 @@ def test_what_a_fill_raises_comes_out_and_nothing_is_stored(
     assert space.lookup(tokens(4)).blocks == 0
     assert store.wait(lambda s: not s._reservations)
     assert space.push(tokens(4), rows(4, BLOCK_BYTES)).stored == 4
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_push_that_failed_leaves_no_memory_mapped(store: FakeStore, raises: bool) -> None:
+    clock = FakeClock()
+
+    def fill(index: int, target: np.ndarray) -> None:
+        if raises:
+            raise ZeroDivisionError("the user's own")
+        clock.advance(60)
+
+    gc.disable()  # what only it would find is mapped, and counted by the daemon, until then
+    try:
+        with Client("/fake", transport=store.transport, clock=clock) as client:
+            with contextlib.suppress(ZeroDivisionError):
+                pushed = client.space(MODEL).push(tokens(4), fill)
+                assert pushed.reason is Reason.DEADLINE_EXCEEDED
+            assert not store.unmapped
+        assert store.wait(lambda s: len(s.unmapped) == 1)
+    finally:
+        gc.enable()
+
+
+def test_what_a_coroutine_raises_holds_no_memory(store: FakeStore) -> None:
+    targets: list[weakref.ref[np.ndarray]] = []
+
+    def fill(index: int, target: np.ndarray) -> None:
+        targets.append(weakref.ref(target))
+        raise ZeroDivisionError("the user's own")
+
+    async def push() -> None:
+        async with AsyncClient("/fake", transport=store.transport) as client:
+            with contextlib.suppress(ZeroDivisionError):
+                await client.space(MODEL).push(tokens(4), fill)
+            # The thread that ran it may still be on its way out, and tells nobody when it is.
+            gone = (store.wait(lambda s: targets[0]() is None, 0.01) for _ in range(500))
+            assert any(gone)
+
+    gc.disable()
+    try:
+        asyncio.run(push())
+    finally:
+        gc.enable()
 
 
 def test_misuse_raises_before_any_call(make: MakeClient, store: FakeStore) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from threading import Event
@@ -225,6 +228,28 @@ def test_in_halves_does_all_of_it_where_nobody_helps() -> None:
         gather.in_halves(done.extend, range(9), executor)
         assert done == list(range(9))
         end.set()
+
+
+def test_nothing_holds_the_memory_of_halves_that_failed() -> None:
+    seen: list[weakref.ref[NDArray[np.uint8]]] = []
+    started = Event()
+
+    def work(part: Sequence[int]) -> None:
+        memory = np.zeros(9, np.uint8)
+        seen.append(weakref.ref(memory))
+        if 0 in part:
+            assert started.wait(10)
+            return
+        started.set()
+        raise ZeroDivisionError
+
+    gc.disable()  # a region stays mapped until it would find a circle
+    try:
+        with ThreadPoolExecutor(1) as executor, contextlib.suppress(ZeroDivisionError):
+            gather.in_halves(work, range(9), executor)
+        assert [ref() for ref in seen] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_in_halves_raises_what_either_half_raises() -> None:
