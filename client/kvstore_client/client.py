@@ -174,7 +174,8 @@ class Space:
             block_bytes (part_bytes with `part`), of any type; or a list of as many writable
             buffers. None: a new uint8 [n, block_bytes], slower by its page faults.
         part: only this rank's part of each block.
-        wait_ms: wait so long for blocks that are being written or loaded.
+        wait_ms: wait so long for blocks that others are writing. What a slower tier has is loaded
+            in any case, as far as the deadline allows.
         all_or_nothing: all blocks or none, as for ranks that must agree. Needs shared memory.
         """
         return self._run(

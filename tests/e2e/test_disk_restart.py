@@ -12,13 +12,16 @@ import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from kvstore.model.reasons import Reason
 from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
+from kvstore_client import Client, ClientConfig
+from tests import client_kit
 from tests.daemon import Daemon, DaemonDied, make_daemon
 from tests.e2e.stage import Prompt, model, until
 from tests.rawclient import RawAdmin, RawClient, reason
@@ -176,6 +179,35 @@ def test_a_durable_commit_outlives_kill_9(start: Daemons) -> None:
         until_loaded(daemon)
         for earlier in range(turn + 1):
             assert get(daemon, Prompt(MODEL, earlier, 8)) == 8
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_the_client_sees_and_fetches_what_only_disk_has(
+    start: Daemons, transport: Literal["shm", "stream"]
+) -> None:
+    daemon = start()
+    fingerprint = client_kit.model("big", layers=8, heads=4, head_size=128)  # 64 KiB
+    config = ClientConfig(transport=transport, deadline_ms=10_000)
+    with Client(daemon.data_socket, config=config) as client:
+        space = client.space(fingerprint)
+        prompt, data = client_kit.tokens(40), client_kit.rows(40, space.block_bytes)
+        assert space.push(prompt, data).stored == 40
+        assert daemon.stop() == 0
+        daemon.restart()
+        until_loaded(daemon)
+        hit = until("the same client is connected again", lambda: _hit(space, prompt))
+        assert [client.connection().tiers[tier] for tier in hit.tiers] == ["disk"] * 40
+        out = np.zeros_like(data)
+        fetched = space.fetch(hit, out)
+        assert (fetched.blocks, fetched.reason) == (40, Reason.OK)
+        assert np.array_equal(out, data)
+        again = space.lookup(prompt)
+        assert [client.connection().tiers[tier] for tier in again.tiers] == ["host"] * 40
+
+
+def _hit(space: Any, prompt: Any) -> Any:
+    hit = space.lookup(prompt)
+    return hit if hit.blocks else None
 
 
 def test_the_daemon_is_ready_before_its_index(start: Daemons) -> None:

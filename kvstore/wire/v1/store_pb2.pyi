@@ -860,7 +860,7 @@ class AcquireRequest(google.protobuf.message.Message):
     ttl_ms: builtins.int
     """0: the daemon's default"""
     wait_ms: builtins.int
-    """wait this long for blocks that are being written or loaded"""
+    """wait this long for blocks that others are writing; what a slower tier has is loaded within the call's own deadline"""
     all_or_nothing: builtins.bool
     """no lease unless every key is there (ranks of one group must agree)"""
     request_id: builtins.str
