@@ -63,6 +63,11 @@ class Archives:
                 below[key] = found[key]
         return below
 
+    async def held_for(self, tenant: str, space_id: int, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """As `find`; nothing for a space that is not this tenant's."""
+        its = any(row.space_id == space_id and row.tenant == tenant for row in self._core.spaces())
+        return await self.find(space_id, keys) if its and self._archives else {}
+
     def stats(self) -> dict[str, ArchiveStats]:
         """By the tier's name."""
         return {self._core.tiers[tier].name: one.stats() for tier, one in self._archives.items()}

@@ -10,7 +10,7 @@ from kvstore.config import Limits
 from kvstore.model.fingerprint import Fingerprint, Verdict
 from kvstore.model.keys import short
 from kvstore.model.reasons import BadRequest, KVStoreError, Reason
-from kvstore.model.values import Opening
+from kvstore.model.values import KeyExplanation, Opening
 from kvstore.store import Session, Store
 from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
@@ -182,11 +182,14 @@ async def explain_keys(
 async def _explained(
     store: Store, tenant: str, space_id: int, keys: Sequence[bytes]
 ) -> list[pb.KeyExplanation]:
+    below = await store.archives.held_for(tenant, space_id, keys)
     explained = []
     for index, key in enumerate(keys):
         if index % EXPLAINED_AT_ONCE == EXPLAINED_AT_ONCE - 1:
             await asyncio.sleep(0)
         found = store.core.explain(tenant, space_id, key, store.clock.monotonic_ns())
+        if found.tier < 0 and found.reason is not Reason.MISS_IN_PROGRESS and key in below:
+            found = KeyExplanation(Reason.HIT, below[key], 0, 0, -1)
         explained.append(
             pb.KeyExplanation(
                 key=short(key),

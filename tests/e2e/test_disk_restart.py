@@ -135,6 +135,9 @@ def test_what_overflows_memory_is_read_back_from_disk(start: Daemons) -> None:
         space = client.open(MODEL).space_id
         tiers = client.lookup(space, written[3].keys).tiers
         assert set(tiers) == {DISK}, "a look-up sees both tiers"
+        explained = client.explain(space, [*written[3].keys[:1], b"?" * 32]).keys
+        assert [reason(one.reason) for one in explained] == [Reason.HIT, Reason.MISS_NEVER_STORED]
+        assert [one.tier for one in explained] == ["disk", ""]
     found = [get(daemon, prompt) for prompt in written]
     assert sum(found) > 0.9 * 20 * 40
     assert counter(daemon, "kvstore_disk_loads_total") > 300

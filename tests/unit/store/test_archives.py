@@ -300,6 +300,14 @@ def test_what_goes_next_is_saved_from_a_tick() -> None:
         assert {(stand.space, key) for key in keys(6)} <= set(stand.archive.held)
 
 
+def test_what_an_archive_has_is_told_to_its_own_tenant_alone() -> None:
+    with Archived() as stand:
+        held_for = stand.store.archives.held_for
+        assert set(stand.run(held_for("a", stand.space, stand.old))) == set(stand.old)
+        assert stand.run(held_for("b", stand.space, stand.old)) == {}
+        assert stand.run(held_for("a", stand.space + 1, stand.old)) == {}
+
+
 def test_the_archives_numbers_are_among_the_stores() -> None:
     with Archived() as stand:
         stats = stand.store.stats()
