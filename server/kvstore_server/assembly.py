@@ -25,7 +25,7 @@ from kvstore.store import Store
 from kvstore.tiers import memory_budget
 from kvstore.tiers.base import Archive
 from kvstore.tiers.host import HostTier
-from kvstore_server.disk import DISK_LIMITS, READERS, disk_link, make_disk
+from kvstore_server.disk import DISK_LIMITS, READERS, device_threads, disk_link, make_disk
 from kvstore_server.logs import event
 from kvstore_server.process import why_few_descriptors
 
@@ -73,7 +73,7 @@ class Assembly:
             executor = ThreadPoolExecutor(COPY_THREADS, "kvstore-copy")
             undo.callback(executor.shutdown, wait=True, cancel_futures=True)
             archives: dict[int, Archive] = {} if self.disk is None else {DISK: self.disk}
-            device = ThreadPoolExecutor(READERS + 1, "kvstore-device") if archives else None
+            device = device_threads() if archives else None
             if device is not None:
                 # Not waited for: what hangs in a device must not keep the daemon from ending.
                 undo.callback(device.shutdown, wait=False, cancel_futures=True)

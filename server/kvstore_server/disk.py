@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import Clock
@@ -47,6 +48,13 @@ def make_disk(settings: Settings, clock: Clock) -> DiskTier | None:
         endurance_bytes_per_day=disk.endurance_bytes_per_day,
         clock=clock,
     )
+
+
+def device_threads() -> Executor:
+    """Threads of the mover for the tier: readers, and one that writes."""
+    from kvstore.tiers.disk.threads import DeviceThreads
+
+    return DeviceThreads(READERS + 1, "kvstore-device")
 
 
 def disk_link() -> Link:

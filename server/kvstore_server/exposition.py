@@ -209,14 +209,45 @@ def _of_host(host: HostStats) -> Iterator[Metric]:
 
 
 def _of_archive(tier: str, archive: ArchiveStats) -> Iterator[Metric]:
-    """A metric for each of its numbers: `kvstore_disk_saves_total`."""
-    yield _gauge(
-        f"{tier}_ok", "0 while something is wrong; status says what.", [({}, archive.state == "ok")]
-    )
+    """A metric for each number of its own: `kvstore_disk_saves_total`."""
+    fine = archive.state.startswith("ok")
+    yield _gauge(f"{tier}_ok", "0 while something is wrong; status says what.", [({}, fine)])
     for name, value in archive.gauges.items():
-        yield _gauge(f"{tier}_{name}", name.replace("_", " ") + ".", [({}, value)])
+        yield _gauge(f"{tier}_{name}", _text_of(name), [({}, value)])
     for name, rows in _labelled(archive.counters).items():
-        yield _counter(f"{tier}_{name}", name.replace("_", " ") + ".", rows)
+        yield _counter(f"{tier}_{name}", _text_of(name), rows)
+
+
+ARCHIVE_TEXTS = {
+    "loading": "1 until all that an earlier daemon has saved can be found.",
+    "writing_stopped": "1 while nothing is saved; status says why.",
+    "reading_stopped": "1 while nothing is loaded; status says why.",
+    "written_day_bytes": "Bytes written in the last 24 hours.",
+    "endurance_day_bytes": "Bytes that may be written in 24 hours; 0: no limit.",
+    "eviction_age_seconds": "How long ago what last made room was saved, at least.",
+    "slots": "Places for blocks.",
+    "index_bytes": "Bytes of the index.",
+    "aside_bytes": "Bytes of what could not be opened and was set aside.",
+    "direct_io": "0 if bytes go through the page cache.",
+    "saves": "Blocks saved.",
+    "saved_bytes": "Bytes of blocks saved.",
+    "saves_refused": "Blocks not saved because writing was stopped.",
+    "save_batches": "Group commits.",
+    "save_seconds": "Time in group commits.",
+    "loads": "Blocks loaded and verified.",
+    "loaded_bytes": "Bytes of blocks loaded.",
+    "corrupt_dropped": "Records that were damaged, or another's, and dropped.",
+    "rows_dropped": "Damaged rows of the index, dropped.",
+    "lost_segments": "Files of the index that were not there.",
+    "set_aside": "Times that a content could not be opened and was set aside.",
+    "forgotten": "Names forgotten on request.",
+    "write_errors": "Errors of the device in writing.",
+    "read_errors": "Errors of the device in reading.",
+}
+
+
+def _text_of(name: str) -> str:
+    return ARCHIVE_TEXTS.get(name, f"{name.replace('_', ' ').capitalize()}.")
 
 
 def _labelled(counters: Mapping[str, float]) -> dict[str, list[_Row]]:

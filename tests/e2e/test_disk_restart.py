@@ -338,6 +338,28 @@ def test_a_small_file_system_is_filled_emptied_and_used_again(
     assert sum(get(daemon, one) for one in prompts(10, first=1_200)) > 100
 
 
+@pytest.mark.root
+def test_a_read_only_folder_is_said_and_used_once_it_can_be(
+    start: Daemons, small_file_system: Path
+) -> None:
+    _remount(small_file_system, "ro")
+    daemon = start(small_file_system / "disk", disk__capacity_bytes="40MiB")
+    (written,) = prompts(1)
+    put(daemon, written)
+    assert get(daemon, written) == 40, "memory serves"
+    assert "Read-only" in disk_of(daemon).state
+    assert not daemon.ready["durable"]
+    _remount(small_file_system, "rw")
+    until("it is opened", lambda: disk_of(daemon).state.startswith("ok"), 6)
+    put(daemon, *prompts(8, first=100))
+    assert get(daemon, written) == 40
+    assert disk_of(daemon).blocks > 100
+
+
+def _remount(folder: Path, mode: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)
+
+
 def test_a_damaged_record_is_dropped_counted_and_written_anew(start: Daemons) -> None:
     daemon = start()
     (written,) = prompts(1)

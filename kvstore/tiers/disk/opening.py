@@ -12,6 +12,7 @@ for the lock.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -40,6 +41,10 @@ log = logging.getLogger(__name__)
 
 SETTING = "disk.path"
 _FORMAT_BYTES_MAX = 4_096
+_MISTAKES = (
+    errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP,
+    errno.EINVAL,
+)  # fmt: skip
 _BLOCK_BYTES = 512  # of st_blocks
 _WORD = re.compile(r"[^A-Za-z0-9.]+")
 _ASIDE_NAME = re.compile(r"(\d{1,9})-.*")
@@ -91,7 +96,8 @@ class DiskFolder:
 
     def __init__(self, path: str) -> None:
         """Locks `path`, which is made if absent. StartError: START_LOCKED if another daemon has it,
-        START_DISK if it cannot be used.
+        START_DISK if it never can be a folder of ours. If it is the device that cannot be used
+        now, `open` says so, and may succeed later.
         """
         self.path = path
         try:
@@ -101,8 +107,11 @@ class DiskFolder:
             detail = f"another process holds {lock}; give each daemon a folder of its own"
             raise StartError(Reason.START_LOCKED, detail, SETTING) from None
         except OSError as error:
+            self._lock_fd = -1
             detail = f"cannot use {path}: {error.strerror}"
-            raise StartError(Reason.START_DISK, detail, SETTING) from error
+            if error.errno in _MISTAKES:
+                raise StartError(Reason.START_DISK, detail, SETTING) from error
+            log.error("disk tier: %s", detail)
 
     def open(self) -> Opened:
         if not self._holds_lock():

@@ -24,7 +24,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.clock import Clock
 from kvstore.model.reasons import BlockCorrupt, KVStoreError, Reason
@@ -35,6 +34,7 @@ from kvstore.tiers.disk.format import record_bytes, tenant_digest
 from kvstore.tiers.disk.guard import FAILURES_IN_A_ROW, Ages, Endurance, Hanging, Path
 from kvstore.tiers.disk.opening import Folder
 from kvstore.tiers.disk.rows import Unusable
+from kvstore.tiers.disk.threads import DeviceThreads
 from kvstore.tiers.disk.volume import SpaceInfo, Volume, make_volume
 from kvstore.tiers.disk.writer import GONE, Outgoing, Writer
 
@@ -44,7 +44,7 @@ WRITE_THREADS = 4
 """With two or three writes beside each other a device is at its limit; the others hash."""
 LOAD_WAIT_S = 1.0
 """So long a save waits for the index, then it is given up: slots of the host wait for it."""
-CLOSE_WAIT_S = 5.0
+CLOSE_WAIT_S = 2.0
 TEND_EVERY_S = 0.5
 CAPACITY_SHARE = 0.8
 """Of what the file system has free, where no capacity is set."""
@@ -99,7 +99,7 @@ class DiskTier:
         self._tidied = False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._executor = ThreadPoolExecutor(WRITE_THREADS, "kvstore-disk") if parallel else None
+        self._executor = DeviceThreads(WRITE_THREADS, "kvstore-disk") if parallel else None
 
     # ------------------------------------------------------------------ archive
 

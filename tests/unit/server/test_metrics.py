@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import re
 from collections import defaultdict
@@ -17,17 +18,30 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from kvstore.model.reasons import Reason
 from kvstore.model.values import CoreStats, PoolStats, TenantStats
 from kvstore.store import StoreStats
+from kvstore.testing.files import Injection, Op
+from kvstore.tiers.base import ArchiveStats
 from kvstore.tiers.host import HostStats
 from kvstore_server.counts import LATENCY_BOUNDS_S, Histogram, result_of
-from kvstore_server.exposition import Snapshot, StoreCollector
+from kvstore_server.exposition import ARCHIVE_TEXTS, Snapshot, StoreCollector
 from kvstore_server.metrics import FIELDS_MAX, Metrics
+from tests.unit.disk.bench import DiskBench, keys
 
 POOL = PoolStats("host", 0, 1000, 900, 100, 50, 3, 1, 4, 7, 700, 70, 9)
 CORE = CoreStats(
     (POOL,), (TenantStats("default", 800, 1000, 7, 700),), 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, {"x": 11}
 )
 HOST = HostStats(1000, 800, 100, 50, 0, 900, 0, "", "", 3, 1, 2, 1)
-STORE = StoreStats("ready", 12.5, CORE, {}, HOST)
+
+
+def _disk() -> ArchiveStats:
+    bench = DiskBench()
+    bench.folder.files.inject(Injection(Op.CREATE, error=errno.EIO))
+    bench.save(keys(2))
+    return bench.tier.stats()
+
+
+DISK = _disk()
+STORE = StoreStats("ready", 12.5, CORE, {}, HOST, {"disk": DISK})
 
 
 def _busy(seed: int = 5) -> Metrics:
@@ -73,6 +87,17 @@ def test_names_and_help_follow_the_rules() -> None:
         for sample in family.samples:
             if family.type == "counter":
                 assert sample.name.endswith("_total")
+
+
+def test_a_slower_tier_is_shown_beside_memory_and_each_of_its_numbers_has_a_text() -> None:
+    families = {family.name: family for family in _registry(_busy()).collect()}
+    tiers = {one.labels["tier"]: one.value for one in families["kvstore_tier_used_bytes"].samples}
+    assert tiers == {"host": 900, "disk": DISK.used_bytes}
+    assert families["kvstore_disk_ok"].samples[0].value == 0
+    (errors,) = families["kvstore_disk_write_errors"].samples
+    assert (errors.labels, errors.value) == ({"kind": "io"}, 2)
+    for name in [*DISK.gauges, *DISK.counters]:
+        assert name.split(" ")[0] in ARCHIVE_TEXTS
 
 
 def test_histograms_are_cumulative_and_agree_with_the_reasons() -> None:

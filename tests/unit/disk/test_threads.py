@@ -1,0 +1,62 @@
+"""Threads that may hang: they run what they are given, and end or are left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvstore.tiers.disk.threads import DeviceThreads
+
+
+def test_calls_run_beside_each_other_and_answer() -> None:
+    threads = DeviceThreads(3, "test")
+    together = threading.Barrier(3)
+    names = set(
+        threads.map(lambda _: (together.wait(30), threading.current_thread().name)[1], "abc")
+    )
+    assert len(names) == 3
+    assert list(threads.map(len, ["a", "bb", "ccc", "dddd"])) == [1, 2, 3, 4]
+    failed = threads.submit(lambda: 1 // 0)
+    assert isinstance(failed.exception(30), ZeroDivisionError)
+    assert threads.submit(lambda: threading.current_thread().daemon).result(30)
+    threads.shutdown()
+    with pytest.raises(RuntimeError, match="ended"):
+        threads.submit(len, "")
+
+
+def test_no_more_threads_than_are_needed() -> None:
+    threads = DeviceThreads(4, "test")
+    before = threading.active_count()
+    for _ in range(20):
+        threads.submit(len, "").result(30)
+    assert threading.active_count() <= before + 4
+    threads.shutdown()
+    assert threading.active_count() == before
+
+
+def test_what_has_not_begun_can_be_dropped() -> None:
+    threads = DeviceThreads(1, "test")
+    go_on = threading.Event()
+    running = threads.submit(go_on.wait, 30)
+    dropped = threads.submit(len, "")
+    threads.shutdown(wait=False, cancel_futures=True)
+    go_on.set()
+    assert running.result(30)
+    threads.shutdown()
+    assert not dropped.done()
+
+
+def test_a_thread_that_hangs_does_not_hold_up_the_end_of_the_process() -> None:
+    program = (
+        "import threading\n"
+        "from kvstore.tiers.disk.threads import DeviceThreads\n"
+        "DeviceThreads(1, 'test').submit(threading.Event().wait)\n"
+        "print('end')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout == "end\n"
