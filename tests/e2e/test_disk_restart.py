@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvstore.model.reasons import Reason
+from kvstore.tiers.disk.verify import verify
 from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client import Client, ClientConfig
@@ -151,6 +152,9 @@ def test_after_kill_9_a_conversation_is_read_from_disk_bit_exact(start: Daemons)
         space = client.open(MODEL).space_id
         on_disk = [client.lookup(space, one.keys).tiers.count(DISK) for one in written]
     daemon.kill()
+    report = verify(daemon.settings["disk.path"], capacity_bytes=256 << 20)
+    assert report.ok, report
+    assert report.parents_missing == 0, "what is on disk can be reached from its head"
     daemon.restart()
     until_loaded(daemon)
     with RawClient(daemon.data_socket) as client:
