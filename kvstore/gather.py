@@ -2,8 +2,7 @@
 
 All of them run without the interpreter lock while bytes move, and none allocates by block. Measured
 on 1 MiB blocks: `np.take` and `np.copyto` 0.97-1.04 of memcpy's rate; a memoryview assignment holds
-the lock throughout, `bytes(view)` and fancy indexing lose to their own page faults; copy and hash
-in 128 KiB pieces 1.7 memcpys, since the hash finds each piece in the cache.
+the lock throughout, `bytes(view)` and fancy indexing lose to their own page faults.
 
 It imports nothing of ours and starts no thread.
 """
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-PIECE_BYTES = 128 << 10
 PARALLEL_BYTES = 8 << 20
 DIGEST_BYTES = 16
 
@@ -114,22 +112,6 @@ def copy_one(source: Bytes, target: Bytes) -> None:
     if source.shape != target.shape:
         raise ValueError(f"cannot copy {source.shape} bytes to {target.shape}")
     np.copyto(target, source)
-
-
-def copy_hashed(source: Bytes, target: Bytes, piece_bytes: int = PIECE_BYTES) -> bytes:
-    """Copies uint8 [n] to uint8 [n]; returns the xxh3-128 digest (16 bytes) of the target.
-
-    The target is hashed, not the source: somebody else may write the source meanwhile, and the
-    digest must be that of the bytes that are kept.
-    """
-    if source.shape != target.shape:
-        raise ValueError(f"cannot copy {source.shape} bytes to {target.shape}")
-    state = xxhash.xxh3_128()
-    for start in range(0, len(source), piece_bytes):
-        piece = target[start : start + piece_bytes]
-        np.copyto(piece, source[start : start + piece_bytes])
-        state.update(piece.data)
-    return state.digest()
 
 
 def digest(data: Bytes) -> bytes:

@@ -4,7 +4,7 @@ Promises. Every copy is answered exactly once, in batches, on the event loop's t
 share a slot or an archive's name run in the order in which they were submitted: what is saved out
 of a slot is read before the slot is filled again, and a name is forgotten after a running save of
 it. The target's generation is written before its first byte, so that a reader of the old content
-notices. The checksum is that of the bytes that arrived. A failed copy is answered with its reason;
+notices. A failed copy is answered with its reason;
 a defect is answered as INTERNAL and logged, so that nobody waits for ever.
 
 Saves and forgettings go to one thread, in batches, since an archive pays for each commit and not
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from kvstore.clock import Clock
 from kvstore.core.effects import Copy, Forget
-from kvstore.gather import copy_hashed
+from kvstore.gather import copy_one
 from kvstore.model.reasons import KVStoreError, Reason
 from kvstore.model.values import STAGING, Place
 from kvstore.tiers.base import Archive, PoolMemory, Saved, SavedBlock
@@ -44,8 +44,14 @@ STALL_NS = 2 * 10**9
 """A batch of saves that takes longer is stalled: about 20 times what the slowest disk needs."""
 
 
+UNHASHED = b""
+"""Checksum of a copy between pools: nobody would compare it, and it cost as much as the copy."""
+
+
 class Completion(NamedTuple):
-    """How a copy ended: what `Core.done` takes. checksum: xxh3-128, 16 bytes; None if it failed."""
+    """How a copy ended: what `Core.done` takes. checksum: xxh3-128, 16 bytes, of what an archive
+    stored or loaded; UNHASHED between pools; None if it failed.
+    """
 
     copy_id: int
     ok: bool
@@ -374,7 +380,8 @@ class Mover:
             return self._archives[source.tier].load(copy.space_id, copy.key, into)
         data = self._pools[source.tier].view(source, length)
         self._begin(pool, target)
-        return copy_hashed(data, into)
+        copy_one(data, into)
+        return UNHASHED
 
     def _begin(self, pool: PoolMemory, target: Place) -> None:
         pool.set_generation(target.region, target.slot, target.generation)

@@ -173,32 +173,15 @@ def test_small_batches_stay_on_the_callers_thread() -> None:
     assert pool.given == 0
 
 
-@pytest.mark.parametrize("length", [0, 1, 31, 64, 65, 200])
-def test_hashed_copy_tells_the_digest_of_the_copy(length: int) -> None:
-    source = slots_of(9, 3).reshape(-1)[:length]
-    target = np.full(length + 1, UNTOUCHED, np.uint8)
-    checksum = gather.copy_hashed(source, target[:length], piece_bytes=64)
-    assert (target[:length] == source).all()
-    assert target[length] == UNTOUCHED
-    assert checksum == xxhash.xxh3_128_digest(source.tobytes()) == gather.digest(target[:length])
-    assert len(checksum) == gather.DIGEST_BYTES
-
-
-def test_hashed_copy_hashes_what_is_kept_though_the_source_changes() -> None:
-    # The target shares memory with the source: later pieces see what earlier ones wrote, as if
-    # somebody changed the source during the copy.
-    memory = slots_of(4, 4).reshape(-1).copy()
-    before = memory[:-64].tobytes()
-    target = memory[64:]
-    checksum = gather.copy_hashed(memory[:-64], target, piece_bytes=64)
-    assert target.tobytes() != before
-    assert checksum == gather.digest(target)
+def test_the_digest_is_xxh3_128_of_the_bytes() -> None:
+    data = slots_of(9, 3).reshape(-1)[:200]
+    assert gather.digest(data) == xxhash.xxh3_128_digest(data.tobytes())
+    assert len(gather.digest(data)) == gather.DIGEST_BYTES
 
 
 def test_copies_of_unlike_sizes_are_refused() -> None:
-    for copy in (gather.copy_one, gather.copy_hashed):
-        with pytest.raises(ValueError, match="cannot copy"):
-            copy(np.zeros(2, np.uint8), np.zeros(3, np.uint8))
+    with pytest.raises(ValueError, match="cannot copy"):
+        gather.copy_one(np.zeros(2, np.uint8), np.zeros(3, np.uint8))
 
 
 def test_copy_one_copies() -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.core.core import Core
 from kvstore.core.effects import Copy, Forget
-from kvstore.gather import copy_hashed
+from kvstore.gather import copy_one
 from kvstore.ledger import Change, Ledger, VolatileLedger
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.reasons import Reason
@@ -117,8 +117,8 @@ class StepMover:
             host, target = self._stand.host, copy.target
             host.set_generation(target.region, target.slot, target.generation)
             source = host.view(copy.source, copy.length)
-            checksum = copy_hashed(source, host.view(target, copy.length))
-            done.append((copy.copy_id, True, Reason.OK, checksum, 1_000))
+            copy_one(source, host.view(target, copy.length))
+            done.append((copy.copy_id, True, Reason.OK, b"", 1_000))
         self._stand.store.copies_done(done)
 
 
