@@ -1,4 +1,4 @@
-# The whole vocabulary is: demo test check bench run proto. Each target sets up what it needs.
+# The whole vocabulary is: demo test check bench run proto torture torture-mutants. Each target sets up what it needs.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$p && break; done)
@@ -12,13 +12,15 @@ TEST_KINDS := unit contract simulation golden integration e2e tidy
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test check bench run proto
+.PHONY: help demo test check bench run proto torture torture-mutants
 help:
 	@echo 'make demo    a small model answers with and without the store, side by side'
 	@echo 'make test    every test, on every interpreter at hand'
 	@echo 'make check   format, lint, types, import contracts, generated code in step'
 	@echo 'make bench   measure, write build/bench.json'
 	@echo 'make run     kvstored in the foreground (CONFIG=deploy/kvstored.toml)'
+	@echo 'make torture break the store in every way at hand, write build/torture.json'
+	@echo 'make torture-mutants  prove that the torture finds planted bugs'
 	@echo 'make proto   regenerate kvstore/wire/v1 from protos/kvstore/v1'
 
 $(BIN)/python:
@@ -54,3 +56,10 @@ run: $(VENV)/installed
 
 proto: $(VENV)/installed
 	$(BIN)/python protos/generate.py
+
+# SCALE=0.1 runs a tenth of the trials.
+torture: $(VENV)/installed
+	$(BIN)/python -m tests.torture $(if $(SCALE),--scale $(SCALE))
+
+torture-mutants: $(VENV)/installed
+	$(BIN)/python -m tests.torture.mutants

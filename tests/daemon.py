@@ -61,6 +61,7 @@ class Daemon:
         self.settings = dict(settings)
         self.environ = dict(environ or {})
         self.argv_prefix = argv_prefix
+        self.module = "kvstore_server"
         self.ready: dict[str, Any] = {}
         self._ready_fd = -1
         self._log_file = folder / "kvstored.log"
@@ -117,7 +118,7 @@ class Daemon:
         flags = [f"--{name}={_text(value)}" for name, value in self.settings.items()]
         environ = {k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")}
         environ["PYTHONPATH"] = _python_path(environ)
-        argv = [*self.argv_prefix, sys.executable, "-m", "kvstore_server", "serve", *flags]
+        argv = [*self.argv_prefix, sys.executable, "-m", self.module, "serve", *flags]
         self._close_ready_fd()
         self._ready_fd, write_fd = os.pipe()
         try:
