@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PRODUCT := kvstore server/kvstore_server client/kvstore_client
 # Settings of `make run`; without the file the built-in defaults hold.
 CONFIG ?= $(wildcard deploy/kvstored.toml)
-TEST_KINDS := unit contract simulation golden integration e2e tidy
+TEST_KINDS := unit contract simulation golden integration e2e field tidy
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
@@ -37,7 +37,7 @@ demo: $(VENV)/installed
 	$(BIN)/python -m kvstore_client.demo
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest --durations=10 $(wildcard $(TEST_KINDS:%=tests/%))
+	$(BIN)/python -m pytest -n 3 --dist loadfile --durations=10 $(wildcard $(TEST_KINDS:%=tests/%))
 	.ci/interpreters
 
 check: $(VENV)/installed

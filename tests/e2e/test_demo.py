@@ -10,7 +10,9 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,19 +32,26 @@ DEMO_S = 170
 READY_S = 60.0
 
 
-def command(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """With a short name: sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-test-") as name:
+        yield Path(name)
+
+
+def command(folder: Path) -> tuple[list[str], dict[str, str]]:
     argv = [sys.executable, "-m", "kvstore_client.demo", "--random-model"]
-    argv += ["--turns", "2", "--new-tokens", "4", "--model-folder", str(tmp_path / "model")]
+    argv += ["--turns", "2", "--new-tokens", "4", "--model-folder", str(folder / "model")]
     roots = os.pathsep.join(str(ROOT / name) for name in (".", "server", "client"))
-    return argv, {**os.environ, "PYTHONPATH": roots, "TMPDIR": str(tmp_path)}
+    return argv, {**os.environ, "PYTHONPATH": roots, "TMPDIR": str(folder)}
 
 
-def test_ended_by_a_signal_it_leaves_nothing_behind(tmp_path: Path) -> None:
-    argv, environ = command(tmp_path)
+def test_ended_by_a_signal_it_leaves_nothing_behind(folder: Path) -> None:
+    argv, environ = command(folder)
     process = subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + READY_S
-        while not (ready := list(tmp_path.glob("kvstore-demo-*/ready.json"))):
+        while not (ready := list(folder.glob("kvstore-demo-*/ready.json"))):
             assert process.poll() is None
             assert time.monotonic() < deadline
             select.select([], [], [], 0.01)
@@ -52,13 +61,13 @@ def test_ended_by_a_signal_it_leaves_nothing_behind(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-    assert not list(tmp_path.glob("kvstore-demo-*"))
+    assert not list(folder.glob("kvstore-demo-*"))
     assert not Path(f"/proc/{daemon_pid}").exists()
 
 
 @pytest.mark.slow
-def test_every_claim_of_the_demo_is_true(tmp_path: Path) -> None:
-    argv, environ = command(tmp_path)
+def test_every_claim_of_the_demo_is_true(folder: Path) -> None:
+    argv, environ = command(folder)
     done = subprocess.run(
         argv, env=environ, capture_output=True, text=True, timeout=DEMO_S, check=False
     )

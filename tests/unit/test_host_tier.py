@@ -30,7 +30,7 @@ def region_of(region_id: int, total_bytes: int = CHUNK) -> Region:
 
 
 @pytest.fixture
-def tier() -> Iterator[HostTier]:
+def tier(only_our_own_maps: None) -> Iterator[HostTier]:
     made = HostTier(CAPACITY, region_bytes=CHUNK, mlock="off")
     yield made
     made.close()
@@ -41,12 +41,32 @@ def warm(tier: HostTier) -> None:
         pass
 
 
-def maps() -> str:
-    return Path("/proc/self/maps").read_text(encoding="utf-8")
+class Maps:
+    """This process's mappings, without those that other tests have left to the collector."""
+
+    strangers: frozenset[str] = frozenset()
+
+    @classmethod
+    def read(cls) -> list[str]:
+        return [line for line in cls._all() if line not in cls.strangers]
+
+    @classmethod
+    def forget_strangers(cls) -> None:
+        cls.strangers = frozenset(cls._all())
+
+    @staticmethod
+    def _all() -> list[str]:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        return [line for line in lines if f"/memfd:{NAME}" in line]
+
+
+@pytest.fixture(autouse=True)
+def only_our_own_maps() -> None:
+    Maps.forget_strangers()
 
 
 def mappings() -> int:
-    return maps().count(f"/memfd:{NAME}")
+    return len(Maps.read())
 
 
 def descriptors() -> int:
@@ -265,9 +285,9 @@ def test_unassigning_unmaps_in_the_background(tier: HostTier) -> None:
     before = descriptors()
     tier.unassign(1)
     assert descriptors() == before - 1
-    (mapping,) = (line for line in maps().splitlines() if f"/memfd:{NAME}" in line)
+    (mapping,) = Maps.read()
     assert tier.work()
-    assert mapping not in maps()
+    assert mapping not in Maps.read()
 
 
 def test_a_view_that_lives_is_the_last_to_unmap(tier: HostTier) -> None:
