@@ -208,6 +208,7 @@ class RawClient:
         fd: bool = True,
     ) -> None:
         self.data_socket = data_socket
+        self.call_s = CALL_S
         self.channel = channel(data_socket)
         self.stub = store_pb2_grpc.StoreStub(self.channel)
         self.regions: dict[int, Mapped] = {}
@@ -249,7 +250,7 @@ class RawClient:
         """Any unary call, with this session's secret unless the request has one."""
         if not request.session:
             request.session = self.secret
-        return refused_as(lambda: getattr(self.stub, method)(request, timeout=CALL_S))
+        return refused_as(lambda: getattr(self.stub, method)(request, timeout=self.call_s))
 
     def open(self, fingerprint: Fingerprint) -> pb.OpenReply:
         request = pb.OpenRequest(fingerprint=convert.fingerprint_to_wire(fingerprint))
@@ -464,13 +465,14 @@ class RawAdmin:
     """The admin service: `admin.call("Stats")`, `admin.call("Pin", space_id=1, keys=...)`."""
 
     def __init__(self, admin_socket: str) -> None:
+        self.call_s = CALL_S
         self.channel = channel(admin_socket)
         self.stub = admin_pb2_grpc.AdminStub(self.channel)
 
     def call(self, method: str, **fields: Any) -> Any:
         service = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
         request = getattr(admin_pb2, service.methods_by_name[method].input_type.name)(**fields)
-        return refused_as(lambda: getattr(self.stub, method)(request, timeout=CALL_S))
+        return refused_as(lambda: getattr(self.stub, method)(request, timeout=self.call_s))
 
     def stats(self) -> admin_pb2.StatsReply:
         reply: admin_pb2.StatsReply = self.call("Stats")
