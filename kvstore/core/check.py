@@ -293,7 +293,7 @@ def _check_leases(books: Books) -> None:
         elif lease.state is WriteState.RESERVED:
             assert lease.id in dated, "a reservation ends by itself"
         if isinstance(lease, WriteLease) and lease.session.id not in books.sessions:
-            assert lease.orphan, "a reservation outlives its session only while it is copied"
+            assert not lease.callers, "a reservation outlives its session only while it is copied"
     for session in books.sessions.values():
         view_bytes = sum(
             lease.view_bytes for lease in session.leases.values() if isinstance(lease, ReadLease)

@@ -110,10 +110,11 @@ class WriteLease:
 
     slots, generations, offsets: one entry a wanted block. chain: all keys of the prompt, for
     recency. visible, failed: blocks that were published or dropped. copies, saves: in flight for
-    it. orphan: nobody will settle it, it goes when it can.
+    it. callers: how many wait to settle its commit; without any it goes when it can.
     """
 
     __slots__ = (
+        "callers",
         "chain",
         "copies",
         "durable",
@@ -124,7 +125,6 @@ class WriteLease:
         "group",
         "id",
         "offsets",
-        "orphan",
         "part",
         "reason",
         "saves",
@@ -170,7 +170,7 @@ class WriteLease:
         self.reason = Reason.OK
         self.durable = False
         self.told = False
-        self.orphan = False
+        self.callers = 0
         self.ended = False
 
     @property

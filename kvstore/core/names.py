@@ -84,7 +84,7 @@ class Names:
 
     def drop_if_over(self, lease: WriteLease) -> None:
         """A commit that nobody will settle is forgotten once nothing is left of it."""
-        if lease.orphan and not lease.ended and lease.settled and not lease.waiting:
+        if not lease.callers and not lease.ended and lease.settled and not lease.waiting:
             self.books.leases.remove(lease)
 
     def _unpin(self, slot: Slot) -> None:
@@ -139,6 +139,6 @@ class Names:
         """Says once that a commit can be settled."""
         if lease.settled and not lease.told and not lease.ended:
             lease.told = True
-            if not lease.orphan:
+            if lease.callers:
                 self.books.effects.append(Ready(lease.id))
         self.drop_if_over(lease)

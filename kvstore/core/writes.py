@@ -251,6 +251,7 @@ class Writes:
             self.abort(lease, Reason.LEASE_EXPIRED, now_ns)
             return Committed(False, Reason.LEASE_EXPIRED)
         if lease.state is not WriteState.RESERVED:
+            lease.callers += 1
             return Committed(lease.told, Reason.OK)
         if durable:
             if self.books.archive_below(self.books.ingest.tier) is None:
@@ -258,6 +259,7 @@ class Writes:
             if lease.space.state is SpaceState.HELD:
                 return Committed(False, Reason.HELD_FOR_REVIEW)
         lease.durable = durable
+        lease.callers = 1
         lease.state = WriteState.COPYING
         self._emit_copies(lease)
         if not lease.copies:
@@ -339,7 +341,7 @@ class Writes:
         if lease.state in (WriteState.RESERVED, WriteState.EXPIRED):
             return CommitResult(0, 0, len(lease.slots), Reason.LEASE_EXPIRED)
         result = CommitResult(lease.visible, lease.waiting, lease.failed, lease.reason)
-        lease.orphan = True
+        lease.callers = max(0, lease.callers - 1)
         self.names.drop_if_over(lease)
         return result
 
@@ -349,26 +351,23 @@ class Writes:
         """The writer has given the lease up. After the commit it only stops waiting for it."""
         if lease.state in (WriteState.RESERVED, WriteState.EXPIRED):
             self._give_back(lease, now_ns)
-            lease.orphan = True
             self.books.leases.remove(lease)
             self._lose_blocks(lease, why, now_ns)
         else:
-            lease.orphan = True
+            lease.callers = 0
             self.names.drop_if_over(lease)
 
     def expire(self, lease: WriteLease, now_ns: int) -> None:
         """The deadline is over. Keys are free at once; staging ranges only when the writer is known
-        to have stopped, because a slow copy of his may still go there.
+        to have stopped, because a slow copy of his may still go there. A commit that was given goes
+        on, and its caller is told: he has a deadline of his own.
         """
         if lease.state is WriteState.RESERVED:
             lease.state = WriteState.EXPIRED
             self.books.counters["reservations_expired"] += 1
             self._lose_blocks(lease, Reason.LEASE_EXPIRED, now_ns)
-        elif lease.state is WriteState.COPIED:
-            lease.orphan = True
-            if lease.waiting:
-                self._lose_blocks(lease, Reason.LEASE_EXPIRED, now_ns)
-            self.names.drop_if_over(lease)
+        elif lease.state is WriteState.COPIED and lease.waiting:
+            self._lose_blocks(lease, Reason.LEASE_EXPIRED, now_ns)
 
     def _lose_blocks(self, lease: WriteLease, why: Reason, now_ns: int) -> None:
         """Drops what is unfinished: of the lease, or of the whole write group if it has parts."""

@@ -44,6 +44,7 @@ class Clients:
         self.engines: list[Engine] = []
         self.reservations: list[Reservation] = []
         self.late_writers: list[Reservation] = []
+        self.commits: list[Reservation] = []
         self.readings: list[Reading] = []
         self.pins: list[int] = []
         self.writes: dict[int, Write] = {}
@@ -131,6 +132,7 @@ class Clients:
             if reservation.session in dead:
                 self.late_writers.append(reservation)
         self.reservations = [r for r in self.reservations if r.session not in dead]
+        self.commits = [r for r in self.commits if r.session not in dead]
         self.readings = [r for r in self.readings if r.session not in dead]
 
     def _engine(self) -> Engine | None:
@@ -251,9 +253,33 @@ class Clients:
             for key in reservation.keys:
                 parts = write.committed.get(key, 0)
                 write.committed[key] = parts | 1 << reservation.part
-            if committed.ready or self.random.random() < 0.3:
+            if committed.ready or self.random.random() < 0.1:
                 self.core.settle_commit(reservation.lease_id, self.now_ns)
+            else:
+                self.commits.append(reservation)
         return committed.reason
+
+    def _settle_commit(self) -> None:
+        """A call that waits for its commit is told, asks anew, or its time is over."""
+        if not self.commits:
+            return
+        told = [r for r in self.commits if r.lease_id in self.machine.ready]
+        commit = self.random.choice(told or self.commits)
+        if not told and self.random.random() < 0.8:
+            return
+        result = self.core.settle_commit(commit.lease_id, self.now_ns)
+        settled = result.visible + result.waiting + result.failed
+        assert settled == len(commit.keys), f"a commit is told what became of it: {result}"
+        self.commits.remove(commit)
+        if not told and self.random.random() < 0.5:
+            again = self.core.commit(commit.session, commit.lease_id, False, self.now_ns)
+            if again.reason is Reason.OK and not again.ready:
+                self.commits.append(commit)
+
+    def check_commits_told(self) -> None:
+        """No copy is out any more: every call that waits for a commit has been told."""
+        for commit in self.commits:
+            assert commit.lease_id in self.machine.ready, "a commit that waits is never told"
 
     # ------------------------------------------------------------------ reading
 

@@ -29,6 +29,7 @@ class Simulation(Clients):
             (self._reserve, 26),
             (self._write, 10),
             (self._end_reservation, 20),
+            (self._settle_commit, 14),
             (self._acquire, 26),
             (self._settle, 14),
             (self._release, 14),
@@ -173,10 +174,12 @@ class Simulation(Clients):
         self.machine.faults = NO_FAULTS
         for pin in self.pins:
             self.core.unpin(pin, self.now_ns)
+        self.machine.settle(self.now_ns)
+        self.check_commits_told()
         for engine in self.engines:
             for session in engine.sessions:
                 self.core.end_session(session, self.now_ns)
-        self.engines, self.readings, self.reservations = [], [], []
+        self.engines, self.readings, self.reservations, self.commits = [], [], [], []
         self.machine.settle(self.now_ns)
         self.check()
         self._check_nothing_left()

@@ -60,6 +60,18 @@ class StagingReusedUnderASlowWriter(Core):
     writes_type = _GivesStagingBackEarly
 
 
+class _GivesUpItsCallers(Writes):
+    def expire(self, lease: WriteLease, now_ns: int) -> None:
+        super().expire(lease, now_ns)
+        if lease.state is WriteState.COPIED:
+            lease.callers = 0
+            self.names.drop_if_over(lease)
+
+
+class CommitNeverTold(Core):
+    writes_type = _GivesUpItsCallers
+
+
 class _MixesGroups(Writes):
     def _group(self, space: Space, session: Session, attempt: int) -> WriteGroup:
         return next(iter(space.groups.values()), None) or super()._group(space, session, attempt)
@@ -166,6 +178,7 @@ PLANTED: tuple[type[Core], ...] = (
     GenerationNotRaised,
     StagingLostByAbort,
     StagingReusedUnderASlowWriter,
+    CommitNeverTold,
     PartsOfTwoGroupsMixed,
     RegionReclaimedUnderALease,
     EvictedUnderALease,

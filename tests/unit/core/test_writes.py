@@ -299,3 +299,43 @@ def test_settling_what_was_not_committed_is_an_answer(bench: Bench) -> None:
     result = bench.core.settle_commit(reserved.lease_id, bench.now_ns)
     assert result == (0, 0, 2, Reason.LEASE_EXPIRED)
     assert bench.commit(session, reserved.lease_id).visible == 2
+
+
+def test_a_durable_commit_is_told_although_its_reservation_ran_out_meanwhile() -> None:
+    bench = Bench(slots=16, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(2), ttl_ns=SECOND)
+    bench.core.commit(session, reserved.lease_id, True, bench.now_ns)
+    bench.run()
+    bench.finish_all("commit")
+    bench.pass_time(2 * SECOND)
+    assert bench.ready == []
+    bench.settle_all()
+    assert bench.ready == [reserved.lease_id]
+    # Nor does what was told get lost before it is asked for.
+    bench.pass_time(2 * SECOND)
+    assert bench.core.settle_commit(reserved.lease_id, bench.now_ns) == (2, 0, 0, Reason.OK)
+    assert bench.core.stats().write_leases == 0
+
+
+def test_who_asks_anew_for_a_commit_is_told_too() -> None:
+    bench = Bench(slots=16, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(2))
+    bench.core.commit(session, reserved.lease_id, True, bench.now_ns)
+    bench.run()
+    bench.finish_all("commit")
+    # The first call's time is over; two others ask for the same.
+    assert bench.core.settle_commit(reserved.lease_id, bench.now_ns) == (2, 0, 0, Reason.OK)
+    for _ in range(2):
+        again = bench.core.commit(session, reserved.lease_id, True, bench.now_ns)
+        assert (again.ready, again.reason) == (False, Reason.OK)
+    bench.settle_all()
+    assert bench.ready == [reserved.lease_id]
+    for _ in range(2):
+        assert bench.core.settle_commit(reserved.lease_id, bench.now_ns) == (2, 0, 0, Reason.OK)
+    assert bench.core.stats().write_leases == 0

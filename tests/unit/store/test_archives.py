@@ -269,6 +269,24 @@ def test_a_durable_commit_is_told_durable_only_with_the_row_of_its_space(broken:
         ledger.broken = False
 
 
+def test_a_durable_commit_outlasts_its_reservations_deadline() -> None:
+    with Archived() as stand:
+        chain = keys(3)
+        reserved = stand.reserve(stand.session, stand.space, chain, ttl_ns=SECOND)
+        stand.fill(reserved, chain)
+        stand.slow.held = True
+        committing = stand.begin(stand.commit(stand.session, reserved.lease_id, durable=True))
+        stand.slow.step()
+        assert stand.core.stats().saves_in_flight == 3
+        stand.pass_time(2 * SECOND)
+        assert not committing.done()
+        stand.slow.held = False
+        stand.slow.step()
+        result = stand.run(_result(committing))
+        assert (result.visible, result.reason) == (3, Reason.OK)
+        assert {(stand.space, key) for key in chain} <= set(stand.archive.held)
+
+
 async def _open_other(stand: Archived) -> int:
     return stand.open(stand.session, fingerprint(model="other"))
 
