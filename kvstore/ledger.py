@@ -29,6 +29,7 @@ from typing import Protocol
 import lmdb
 import xxhash
 
+from kvstore import folders
 from kvstore.model.reasons import Reason, StartError
 
 log = logging.getLogger(__name__)
@@ -310,7 +311,7 @@ def _unseal(name: bytes, stored: bytes) -> bytes | None:
 def _lock_folder(folder: str) -> int:
     path = os.path.join(folder, LOCK_FILE)
     try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+        folders.prepare(folder)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise _start_error(f"cannot use {folder}: {error.strerror}") from error

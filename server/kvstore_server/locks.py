@@ -19,6 +19,7 @@ import socket
 import stat
 from collections.abc import Iterator
 
+from kvstore import folders
 from kvstore.model.reasons import Reason, StartError
 
 _CLOSED_MASK = 0o177
@@ -61,27 +62,12 @@ def prepare_folder(path: str, *, passable: bool, setting: str) -> str:
     `passable`: others may reach the sockets in it (0711 instead of 0700); a folder that is there
     stays as it is. Raises StartError if another user could replace what lies in it.
     """
-    real = os.path.realpath(path)
     try:
-        if not os.path.isdir(real):
-            os.makedirs(real, mode=0o700)
-            os.chmod(real, 0o711 if passable else 0o700)
-        folder = os.stat(real)
-        if folder.st_uid not in (os.geteuid(), 0):
-            raise StartError(
-                Reason.START_SOCKET, f"{real} belongs to user {folder.st_uid}, not to us", setting
-            )
-        for one in _upwards(real):
-            mode = os.stat(one).st_mode
-            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-                raise StartError(
-                    Reason.START_SOCKET,
-                    f"everybody may replace what lies in {one}: make it sticky or choose another",
-                    setting,
-                )
+        return folders.prepare(path, mode=0o711 if passable else 0o700, shared=True)
+    except folders.NotOurs as error:
+        raise StartError(Reason.START_SOCKET, error.detail, setting) from None
     except OSError as error:
-        raise _unusable(real, setting, error) from None
-    return real
+        raise _unusable(path, setting, error) from None
 
 
 def clear_stale(path: str, setting: str) -> None:
@@ -161,15 +147,6 @@ def remove_sockets(paths: list[str]) -> None:
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.lstat(path).st_mode):
                 os.unlink(path)
-
-
-def _upwards(path: str) -> Iterator[str]:
-    while True:
-        yield path
-        parent = os.path.dirname(path)
-        if parent == path:
-            return
-        path = parent
 
 
 def _unusable(path: str, setting: str, error: OSError) -> StartError:

@@ -50,7 +50,7 @@ class Announcer:
         if self._file is not None:
             temporary = f"{self._file}.{os.getpid()}"
             try:
-                with open(temporary, "wb") as file:
+                with open(temporary, "wb", opener=_readable) as file:
                     file.write(line)
                 os.rename(temporary, self._file)
             except OSError as error:
@@ -82,3 +82,7 @@ class Announcer:
                 sock.send(message.encode())
         except OSError as error:
             log.warning("%s: cannot notify: %s", NOTIFY_VARIABLE, error.strerror)
+
+
+def _readable(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o644)  # by all, written by us alone, at any umask

@@ -22,6 +22,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvstore import folders
 from kvstore.model.reasons import Reason, StartError
 from kvstore.tiers.disk.files import Files, SegmentFiles, sync_folder
 from kvstore.tiers.disk.folder import (
@@ -200,7 +201,7 @@ class DiskFolder:
         if os.path.exists(path):
             return
         draft = f"{path}.new"
-        with open(draft, "wb") as file:
+        with open(draft, "wb", opener=_private) as file:
             file.write(format_text(uuid.uuid4()))
             file.flush()
             os.fsync(file.fileno())
@@ -222,8 +223,10 @@ class DiskFolder:
 
 
 def _lock(path: str) -> int:
-    """A descriptor that holds the folder's lock. BlockingIOError: another has it; OSError."""
-    os.makedirs(path, mode=0o700, exist_ok=True)
+    """A descriptor that holds the folder's lock. BlockingIOError: another has it; OSError, of it
+    NotOurs.
+    """
+    folders.prepare(path)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(os.path.join(path, LOCK_FILE), flags, 0o600)
     try:
@@ -232,6 +235,10 @@ def _lock(path: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def tree_bytes(folder: str) -> int:

@@ -56,6 +56,7 @@ def scratch_folder(folder: str) -> Iterator[str]:
 
 def install(source: str, target: str) -> None:
     """Gives a complete file its name, durably."""
+    os.chmod(source, 0o600)  # a copy that LMDB made is as open as the umask
     _sync(source)
     os.replace(source, target)
     _sync(os.path.dirname(target))

@@ -72,6 +72,27 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         assert caught.value.setting == "disk.path"
 
 
+def test_a_folder_into_which_everybody_may_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(StartError, match="everybody") as caught:
+        DiskFolder(str(tmp_path))
+    assert caught.value.reason is Reason.START_DISK
+    assert caught.value.setting == "disk.path"
+
+
+def test_what_is_made_is_ours_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = DiskFolder(str(tmp_path / "disk"))
+        fill(folder)
+        folder.close()
+    finally:
+        os.umask(before)
+    made = list((tmp_path / "disk").rglob("*"))
+    assert len(made) >= 5
+    assert [path for path in made if path.stat().st_mode & 0o077] == []
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
