@@ -172,12 +172,20 @@ def assert_quiet(admin: RawAdmin, slot_bytes: int | None = None, deadline_s: flo
 
 
 class Child:
-    """A process of tests/e2e/child.py: it says JSON lines, and is told lines."""
+    """A process of tests/e2e/child.py, or of another such module: it says JSON lines, and is told
+    lines.
+    """
 
-    def __init__(self, *arguments: object, prefix: Sequence[str] = (), python: str = "") -> None:
+    def __init__(
+        self,
+        *arguments: object,
+        prefix: Sequence[str] = (),
+        python: str = "",
+        module: str = "tests.e2e.child",
+    ) -> None:
         environ = {**os.environ, "PYTHONPATH": _python_path(os.environ), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
-            [*prefix, python or sys.executable, "-m", "tests.e2e.child", *map(str, arguments)],
+            [*prefix, python or sys.executable, "-m", module, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
