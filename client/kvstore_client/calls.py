@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from kvstore.model.cost import PrefillCost
 from kvstore.model.fingerprint import Difference, Fingerprint, Verdict
@@ -26,13 +26,14 @@ from kvstore_client.results import (
     SpaceStatus,
 )
 from kvstore_client.session import Session
-from kvstore_client.steps import Connect, Operation, Refusal, Rpc, Step
+from kvstore_client.steps import Connect, Operation, Refusal, Rpc
 
 __all__ = [
     "Binding",
     "Refused",
     "SpaceSpec",
     "check_digest",
+    "check_open",
     "connection",
     "explain",
     "in_space",
@@ -42,8 +43,9 @@ __all__ = [
     "status",
 ]
 
-_TIER_OF_CODE = bytes([0xFF, *range(0xFF)])
-SPACE_GONE = frozenset({Reason.SPACE_UNKNOWN, Reason.SPACE_CLOSED, Reason.MISS_INVALIDATED})
+T = TypeVar("T")
+
+SPACE_GONE = frozenset({Reason.SPACE_UNKNOWN, Reason.SPACE_CLOSED})
 
 
 # ---------------------------------------------------------------- spaces
@@ -128,17 +130,32 @@ def _binding(spec: SpaceSpec, reply: pb.OpenReply) -> Binding:
     )
 
 
-def in_space(spec: SpaceSpec, session: Session, rpc: Step) -> Operation[Any]:
-    """A step on an open space; what the daemon closed is opened again by the next operation."""
+def in_space(spec: SpaceSpec, attempt: Callable[[Session, Binding], Operation[T]]) -> Operation[T]:
+    """Runs an operation on the open space. One that the daemon has closed meanwhile is opened anew,
+    once, so that this call says what became of it. `attempt` raises CallFailed with a reason of
+    SPACE_GONE only if it has not got anything done.
+    """
+    session, binding = yield from opened(spec)
     try:
-        reply = yield rpc
+        return (yield from attempt(session, binding))
+    except CallFailed as failure:
+        if failure.reason not in SPACE_GONE:
+            raise
+        session.spaces.pop(spec.fingerprint.digest, None)
+    session, binding = yield from opened(spec)
+    try:
+        return (yield from attempt(session, binding))
     except CallFailed as failure:
         if failure.reason in SPACE_GONE:
             session.spaces.pop(spec.fingerprint.digest, None)
         raise
-    if Reason.from_wire(getattr(reply, "reason", 0)) in SPACE_GONE:
-        session.spaces.pop(spec.fingerprint.digest, None)
-    return reply
+
+
+def check_open(reason: int) -> None:
+    """Raises CallFailed if the reason of a reply says that the space is gone."""
+    said = Reason.from_wire(reason)
+    if said in SPACE_GONE:
+        raise CallFailed(said)
 
 
 def check_digest(binding: Binding, digest: bytes) -> None:
@@ -193,7 +210,25 @@ def lookup(
     """How much of a prompt is stored. More keys than one call may have are asked in several; the
     plan then has no gate.
     """
-    session, binding = yield from opened(spec)
+
+    def attempt(session: Session, binding: Binding) -> Operation[Hit]:
+        return _lookup(
+            spec, session, binding, keys, prompt_tokens, prefill=prefill, request_id=request_id
+        )
+
+    return (yield from in_space(spec, attempt))
+
+
+def _lookup(
+    spec: SpaceSpec,
+    session: Session,
+    binding: Binding,
+    keys: Sequence[BlockKey],
+    prompt_tokens: int,
+    *,
+    prefill: PrefillCost | None,
+    request_id: str,
+) -> Operation[Hit]:
     limit = session.keys_per_call_max
     if len(keys) > limit:
         prefill = None
@@ -210,9 +245,7 @@ def lookup(
         )
         if prefill is not None:
             request.prefill.a_us_per_token, request.prefill.b_us_per_token2 = prefill
-        reply: pb.LookupReply = yield from in_space(
-            spec, session, Rpc(session, "Lookup", request, pb.LookupReply)
-        )
+        reply: pb.LookupReply = yield Rpc(session, "Lookup", request, pb.LookupReply)
         hit = _group_hit(binding, reply, len(part))
         blocks += hit.hit_blocks
         tiers += hit.tiers[: hit.hit_blocks]
@@ -291,7 +324,12 @@ def missed(keys: Sequence[BlockKey]) -> Callable[[Reason, str, tuple[Difference,
 
 def explain(spec: SpaceSpec, keys: Sequence[BlockKey]) -> Operation[list[KeyExplanation]]:
     """Why each key hits or misses. Raises CallFailed: there is no explanation without a daemon."""
-    session, binding = yield from opened(spec)
+    return (yield from in_space(spec, lambda session, binding: _explain(session, binding, keys)))
+
+
+def _explain(
+    session: Session, binding: Binding, keys: Sequence[BlockKey]
+) -> Operation[list[KeyExplanation]]:
     found: list[KeyExplanation] = []
     limit = session.keys_per_call_max
     for start in range(0, len(keys), limit):
@@ -300,9 +338,7 @@ def explain(spec: SpaceSpec, keys: Sequence[BlockKey]) -> Operation[list[KeyExpl
             space_id=binding.space_id,
             keys=b"".join(keys[start : start + limit]),
         )
-        reply: pb.ExplainReply = yield from in_space(
-            spec, session, Rpc(session, "Explain", request, pb.ExplainReply)
-        )
+        reply: pb.ExplainReply = yield Rpc(session, "Explain", request, pb.ExplainReply)
         found += map(_explanation, reply.keys)
     if len(found) != len(keys):
         raise CallFailed(Reason.INTERNAL, f"{len(found)} explanations for {len(keys)} keys")

@@ -22,11 +22,12 @@ from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client.arrays import Bytes, Rows
 from kvstore_client.calls import (
+    SPACE_GONE,
     Binding,
     SpaceSpec,
     check_digest,
+    check_open,
     in_space,
-    opened,
 )
 from kvstore_client.channel import CallFailed
 from kvstore_client.regions import Region
@@ -119,13 +120,24 @@ class _Run:
 
 def fetch(context: Context, spec: SpaceSpec, request: FetchRequest) -> Operation[Copied]:
     """Copies the leading run of the keys' blocks. Keys beyond one call's limit go in windows."""
+
+    def attempt(session: Session, binding: Binding) -> Operation[Copied]:
+        return _fetch(context, spec, session, binding, request)
+
+    return (yield from in_space(spec, attempt))
+
+
+def _fetch(
+    context: Context, spec: SpaceSpec, session: Session, binding: Binding, request: FetchRequest
+) -> Operation[Copied]:
     done = Copied()
-    session, binding = yield from opened(spec)
     if session.memory is None:
         if request.all_or_nothing:
             raise CallFailed(Reason.NOT_SUPPORTED, "all_or_nothing needs shared memory")
         run = download_blocks(context, session, binding, spec, request, done)
         yield Stream(session, run)
+        if not done.blocks:
+            check_open(done.reason)
         return done
     limit = session.keys_per_call_max
     if request.all_or_nothing and len(request.keys) > limit:
@@ -135,6 +147,8 @@ def fetch(context: Context, spec: SpaceSpec, request: FetchRequest) -> Operation
         try:
             yield from _fetch_window(context, spec, session, binding, request, keys, done)
         except CallFailed as failure:
+            if failure.reason in SPACE_GONE and not done.blocks:
+                raise
             # What was copied and verified before stays good.
             done.reason, done.detail = failure.reason, failure.detail
         if done.blocks < start + len(keys):
@@ -154,10 +168,9 @@ def _fetch_window(
     done: Copied,
 ) -> Operation[None]:
     acquire = _acquire_request(context, session, binding, keys, request)
-    reply: pb.AcquireReply = yield from in_space(
-        spec, session, Rpc(session, "Acquire", acquire, pb.AcquireReply)
-    )
+    reply: pb.AcquireReply = yield Rpc(session, "Acquire", acquire, pb.AcquireReply)
     if not reply.lease_id:
+        check_open(reply.reason)
         done.reason = _absence(reply)
         return
     before = done.blocks
@@ -310,7 +323,22 @@ def view(
     context: Context, spec: SpaceSpec, keys: Sequence[BlockKey], *, wait_ms: int, request_id: str
 ) -> Operation[ViewLease]:
     """Leases blocks in place. The lease is the caller's to release, if its id is not 0."""
-    session, binding = yield from opened(spec)
+
+    def attempt(session: Session, binding: Binding) -> Operation[ViewLease]:
+        return _view(context, spec, session, binding, keys, wait_ms, request_id)
+
+    return (yield from in_space(spec, attempt))
+
+
+def _view(
+    context: Context,
+    spec: SpaceSpec,
+    session: Session,
+    binding: Binding,
+    keys: Sequence[BlockKey],
+    wait_ms: int,
+    request_id: str,
+) -> Operation[ViewLease]:
     if session.memory is None:
         raise CallFailed(Reason.NOT_SUPPORTED, "views need shared memory; fetch instead")
     if len(keys) > session.keys_per_call_max:
@@ -325,15 +353,14 @@ def view(
         request_id=request_id,
     )
     try:
-        reply: pb.AcquireReply = yield from in_space(
-            spec, session, Rpc(session, "Acquire", request, pb.AcquireReply)
-        )
+        reply: pb.AcquireReply = yield Rpc(session, "Acquire", request, pb.AcquireReply)
     except CallFailed as failure:
         if failure.outage:
             # It may have been granted, and nothing but the session's end would end it.
             session.renew = True
         raise
     if not reply.lease_id:
+        check_open(reply.reason)
         return ViewLease(session, 0, _absence(reply))
     kept = False
     try:

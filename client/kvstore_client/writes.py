@@ -21,11 +21,12 @@ from kvstore.model.reasons import Reason
 from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client.calls import (
+    SPACE_GONE,
     Binding,
     SpaceSpec,
     check_digest,
+    check_open,
     in_space,
-    opened,
 )
 from kvstore_client.channel import CallFailed
 from kvstore_client.regions import Staging
@@ -73,9 +74,14 @@ class Tally:
     reason: Reason = Reason.OK
     detail: str = ""
 
+    @property
+    def committed(self) -> int:
+        """Blocks of commits that were made, whatever became of them."""
+        return self.stored + self.waiting + self.failed
+
     def pushed(self, offered: int) -> Pushed:
         """The result; blocks that another writer gave up meanwhile and we stored count once."""
-        settled = self.stored + self.waiting + self.failed
+        settled = self.committed
         present = min(self.present, offered - settled)
         reserved = min(self.reserved, offered - settled - present)
         skipped = offered - settled - present - reserved
@@ -99,9 +105,18 @@ class _Window:
 
 def push(context: Context, spec: SpaceSpec, request: PushRequest) -> Operation[Pushed]:
     """Stores what the daemon wants of the offered blocks."""
+
+    def attempt(session: Session, binding: Binding) -> Operation[Pushed]:
+        return _push(context, spec, session, binding, request)
+
+    return (yield from in_space(spec, attempt))
+
+
+def _push(
+    context: Context, spec: SpaceSpec, session: Session, binding: Binding, request: PushRequest
+) -> Operation[Pushed]:
     tally = Tally()
     try:
-        session, binding = yield from opened(spec)
         limit = session.keys_per_call_max
         for start in range(0, len(request.keys), limit):
             chain = request.keys[start : start + limit]
@@ -116,6 +131,8 @@ def push(context: Context, spec: SpaceSpec, request: PushRequest) -> Operation[P
             if tally.reason is not Reason.OK:
                 break
     except CallFailed as failure:
+        if failure.reason in SPACE_GONE and not tally.committed:
+            raise
         # What was committed before stays.
         tally.reason, tally.detail = failure.reason, failure.detail
     return tally.pushed(request.offered)
@@ -136,9 +153,8 @@ def _push_chain(
     first_look = True
     while first < len(chain):
         message = _reserve_request(spec, session, binding, request, chain, first)
-        reply: pb.ReserveReply = yield from in_space(
-            spec, session, Rpc(session, "Reserve", message, pb.ReserveReply)
-        )
+        reply: pb.ReserveReply = yield Rpc(session, "Reserve", message, pb.ReserveReply)
+        check_open(reply.reason)
         if first_look:
             tally.present += reply.present
             tally.reserved += reply.reserved
@@ -276,7 +292,7 @@ def _push_streams(
         raise CallFailed(Reason.NOT_SUPPORTED, "a durable push needs shared memory")
     chain = request.keys[start : start + session.keys_per_call_max]
     first = max(0, request.first_block - start)
-    absent = yield from _absent(spec, session, binding, chain, first)
+    absent = yield from _absent(session, binding, chain, first)
     tally.present += len(chain) - first - len(absent)
     part_bytes = spec.layout.part_bytes
     step = max(1, session.limits.staging_bytes // (2 * part_bytes))
@@ -298,6 +314,7 @@ def _push_streams(
 
         data: bytes = yield Stream(session, run)
         reply = _push_reply(data, len(window))
+        check_open(reply.reason)
         between = end - window[0] - len(window)
         if len(spec.layout.parts) == 1:
             tally.stored += reply.stored
@@ -312,7 +329,7 @@ def _push_streams(
 
 
 def _absent(
-    spec: SpaceSpec, session: Session, binding: Binding, chain: Sequence[BlockKey], first: int
+    session: Session, binding: Binding, chain: Sequence[BlockKey], first: int
 ) -> Operation[list[int]]:
     """Indexes of the offered blocks that are not there."""
     message = pb.LookupRequest(
@@ -321,9 +338,7 @@ def _absent(
             pb.Query(space_id=binding.space_id, keys=b"".join(chain), rule=pb.HIT_RULE_BITMAP)
         ],
     )
-    reply: pb.LookupReply = yield from in_space(
-        spec, session, Rpc(session, "Lookup", message, pb.LookupReply)
-    )
+    reply: pb.LookupReply = yield Rpc(session, "Lookup", message, pb.LookupReply)
     if len(reply.groups) != 1:
         raise CallFailed(Reason.INTERNAL, f"{len(reply.groups)} answers to one query")
     check_digest(binding, reply.groups[0].fingerprint_digest)

@@ -867,12 +867,78 @@ def test_the_same_object_goes_on_with_another_daemon(make: MakeClient, store: Fa
         assert client.connection().instance_id == store.instance_id
 
 
-def test_a_closed_space_is_opened_again(make: MakeClient, store: FakeStore) -> None:
-    space = make(transport=store.transport).space(MODEL)
-    space.push(tokens(2), rows(2, BLOCK_BYTES))
+def close_spaces(store: FakeStore) -> None:
+    store.drop(key for space in store._spaces.values() for key in list(space.slots))
     store._spaces.clear()
-    assert space.lookup(tokens(2)).reason is Reason.SPACE_UNKNOWN
-    assert space.lookup(tokens(2)).reason is Reason.MISS_NEVER_STORED
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_closed_space_is_opened_again_by_the_same_call(
+    make: MakeClient, store: FakeStore, path: str
+) -> None:
+    space = make(transport=store.transport, config=config(path)).space(MODEL)
+    prompt, data = tokens(2), rows(2, BLOCK_BYTES)
+    keys = space.keys(prompt)
+    calls: list[Callable[[], Reason]] = [
+        lambda: space.lookup(prompt).reason,
+        lambda: space.fetch(keys).reason,
+        lambda: space.explain(keys)[0].reason,
+    ]
+    for call in calls:
+        assert space.push(prompt, data).stored == 2
+        close_spaces(store)
+        assert call() is Reason.MISS_NEVER_STORED
+    close_spaces(store)
+    assert space.push(prompt, data).stored == 2
+    if path == "shm":
+        close_spaces(store)
+        with space.view(keys) as views:
+            assert views.reason is Reason.MISS_NEVER_STORED
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_first_call_after_a_raised_epoch_says_so(
+    make: MakeClient, store: FakeStore, path: str
+) -> None:
+    raised: list[bool] = []
+
+    def answer(method: str, request: Any) -> Any:
+        if method == "Open" and raised:
+            return pb.OpenReply(reason=pb.REASON_MISS_EPOCH_STALE)
+        return None
+
+    space = make(transport=answered(store, answer), config=config(path)).space(MODEL)
+    prompt, data = tokens(2), rows(2, BLOCK_BYTES)
+    keys = space.keys(prompt)
+
+    def view() -> Reason:
+        with space.view(keys) as views:
+            reason: Reason = views.reason
+            return reason
+
+    for call in (
+        lambda: space.lookup(prompt).reason,
+        lambda: space.fetch(keys).reason,
+        lambda: space.push(prompt, data).reason,
+        *([view] if path == "shm" else []),
+    ):
+        raised.clear()
+        assert space.push(prompt, data).stored == 2
+        raised.append(True)
+        close_spaces(store)
+        assert call() is Reason.MISS_EPOCH_STALE
+        assert call() is Reason.MISS_EPOCH_STALE
+
+
+def test_a_space_that_closes_again_and_again_is_no_endless_call(
+    make: MakeClient, store: FakeStore
+) -> None:
+    gone = refusal(Reason.SPACE_CLOSED)
+    space = make(
+        transport=answered(store, lambda method, request: gone if method == "Lookup" else None)
+    ).space(MODEL)
+    assert space.lookup(tokens(2)).reason is Reason.SPACE_CLOSED
+    assert (store.requests["Open"], store.requests["Attach"]) == (2, 1)
 
 
 def test_explain_and_connection(make: MakeClient, store: FakeStore) -> None:

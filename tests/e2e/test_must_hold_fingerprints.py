@@ -398,9 +398,14 @@ def test_raising_the_epoch_makes_the_old_invisible_at_once(daemons: Daemons) -> 
     daemon = daemons(host__capacity_bytes="16MiB")
     old, new = (altered(model(), "identity", weight_epoch=epoch) for epoch in (1, 2))
     prompt = Prompt(old, 1, blocks=8)
-    with RawClient(daemon.data_socket) as client, RawAdmin(daemon.admin_socket) as admin:
+    with (
+        RawClient(daemon.data_socket) as client,
+        RawAdmin(daemon.admin_socket) as admin,
+        Client(daemon.data_socket) as engine,
+    ):
         space = client.open(old).space_id
         client.put(space, prompt.keys, prompt.rows())
+        assert engine.space(old).lookup(prompt.keys).blocks == 8
         # Reserved before and committed after; a lease from before.
         late = Prompt(old, 2, blocks=2)
         reserved = client.reserve(space, late.keys)
@@ -408,6 +413,8 @@ def test_raising_the_epoch_makes_the_old_invisible_at_once(daemons: Daemons) -> 
         leased = client.acquire(space, prompt.keys)
         raised = admin.call("SetWeightEpoch", model_name="small", epoch=2, why="step")
         assert (raised.closed_spaces, raised.dropped_blocks) == (1, 8)
+        # An engine that had it open is told why by the very next call.
+        assert engine.space(old).fetch(prompt.keys).reason is Reason.MISS_EPOCH_STALE
         for call in (
             lambda: client.lookup(space, prompt.keys),
             lambda: client.acquire(space, prompt.keys),
