@@ -65,16 +65,19 @@ class Away(Exception):
 
 @dataclass
 class Block:
-    """What is known of one key. possible: versions that a read may give. unsettled: of those, the
-    ones that may yet become visible, since their put has not ended. hidden: versions that nobody is
-    given before a restart; dropped: ever. drops: that were begun. committed: a put was acknowledged
-    and not dropped since; durable: and as durable.
+    """What is known of one key, whose bytes have a version each.
+
+    possible: a read may give them. unsettled: of those, they may yet become visible, since their
+    put has not ended. hidden: nobody is given them before a restart. dropped: ever. never: they
+    were not committed. drops: how often a drop was begun. committed: a put was acknowledged and not
+    dropped since; durable: and as durable.
     """
 
     possible: set[int] = field(default_factory=set)
     unsettled: set[int] = field(default_factory=set)
     hidden: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
+    never: set[int] = field(default_factory=set)
     drops: int = 0
     committed: bool = False
     durable: bool = False
@@ -143,6 +146,7 @@ class Oracle:
                 block = self.block(write.fingerprint, key)
                 block.possible.discard(write.version)
                 block.unsettled.discard(write.version)
+                block.never.add(write.version)
 
     def answered(self, write: Write, keys: Collection[bytes], *, visible: bool) -> None:
         """Their commit has ended. Without this they may become visible until the daemon ends."""
@@ -215,17 +219,18 @@ class Oracle:
         block = self.block(prompt.fingerprint, key)
         with self._guard:
             allowed = block.possible | set(also)
-            stale = (block.dropped | block.hidden) - allowed
-        if not allowed and not stale:
-            self.wrong(f"{key[:4].hex()} was never put, and has bytes")
-            return False
+            others = {
+                "was dropped": (block.dropped | block.hidden) - allowed,
+                "was never committed": block.never - allowed,
+            }
         finding = check_payload(row, [prompt.tag(index, version) for version in allowed])
         if finding is Finding.RIGHT:
             return True
         text = finding.value
-        for version in stale:
-            if check_payload(row, [prompt.tag(index, version)]) is Finding.RIGHT:
-                text = f"version {version}, which was dropped"
+        for fate, versions in others.items():
+            for version in versions:
+                if check_payload(row, [prompt.tag(index, version)]) is Finding.RIGHT:
+                    text = f"version {version}, which {fate}"
         self.wrong(f"block {index} ({key[:4].hex()}): {text}; possible: {sorted(allowed)}")
         return False
 
@@ -326,6 +331,14 @@ class Client:
         finally:
             self.oracle.not_stored(write, unsent)
         return result
+
+    def abandon(self, prompt: Prompt) -> None:
+        """Reserves a prompt, fills it, and never commits: nobody may ever be given it."""
+        space = self.space(prompt.fingerprint)
+        write = self.oracle.begin_put(prompt.fingerprint, prompt.keys)
+        self.oracle.not_stored(write, prompt.keys)
+        if space:
+            self._reserve(prompt.rows(write.version), prompt.keys, space, 0)
 
     def _put(
         self,
@@ -476,6 +489,13 @@ class Client:
         for drop in drops:
             self.oracle.end_drop(drop, durable=done.durable)
         return bool(done.durable)
+
+    def counters(self) -> dict[str, float]:
+        """What only grows: counters of requests, and evictions of each tier."""
+        with self._calling("Stats"):
+            stats = self.admin.stats()
+        found = {name: value for name, value in stats.counters.items() if "_total" in name}
+        return {**found, **{f"evictions {tier.name}": tier.evictions for tier in stats.tiers}}
 
     # ------------------------------------------------------------------ end
 
