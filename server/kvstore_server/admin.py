@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
+
+import grpc
 
 import kvstore
 from kvstore.model.fields import WEIGHT_EPOCH_MAX, check_name
@@ -16,6 +18,7 @@ from kvstore.store import Store
 from kvstore.wire import convert
 from kvstore.wire.v1 import admin_pb2 as pb
 from kvstore.wire.v1 import admin_pb2_grpc, store_pb2
+from kvstore_server import malformed
 from kvstore_server.boundary import Boundary, Call, Context, bound_text
 from kvstore_server.metrics import Metrics
 from kvstore_server.sessions import explain_keys, explain_offer
@@ -54,6 +57,14 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self, op: str, context: Context, body: Callable[[Call], Awaitable[Reply]]
     ) -> Reply:
         return await self._boundary.run(f"admin_{op}", context, body, tenant=TENANT)
+
+    async def refuse_malformed(self, op: str, context: Context) -> None:
+        """Ends a call whose message is no protobuf."""
+
+        async def body(call: Call) -> None:
+            raise malformed.error()
+
+        await self._run(op, context, body)
 
     # ------------------------------------------------------------------ looking
 
@@ -345,3 +356,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         sessions = self._store.session_count
         self._on_drain(request.grace_s)
         return pb.DrainReply(sessions=sessions)
+
+
+def register(servicer: AdminServicer, server: grpc.aio.Server) -> None:
+    """Adds the service to a server."""
+    patched = malformed.Tolerant(server, servicer.refuse_malformed)
+    admin_pb2_grpc.add_AdminServicer_to_server(servicer, cast(grpc.aio.Server, patched))

@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -31,9 +32,8 @@ from kvstore.clock import Clock, SystemClock
 from kvstore.config import Settings, render_toml
 from kvstore.model.reasons import StartError
 from kvstore.model.record import Ring
-from kvstore.wire.v1 import admin_pb2_grpc
+from kvstore_server import admin as admin_service
 from kvstore_server import servicer
-from kvstore_server.admin import AdminServicer
 from kvstore_server.assembly import Assembly
 from kvstore_server.boundary import Boundary
 from kvstore_server.exposition import Snapshot, StoreCollector
@@ -132,10 +132,11 @@ class App:
                     gate,
                     limits,
                     [STORE_SERVICE],
-                    lambda server, data=data: servicer.register(data, server),  # type: ignore[misc]
+                    partial(servicer.register, data),
+                    data.refuse_malformed,
                 )
             )
-        admin = AdminServicer(
+        admin = admin_service.AdminServicer(
             store,
             Boundary(store, self._metrics, None, limits),
             metrics=self._metrics,
@@ -148,7 +149,8 @@ class App:
                 gates.admin,
                 limits,
                 [ADMIN_SERVICE],
-                lambda server: admin_pb2_grpc.add_AdminServicer_to_server(admin, server),
+                partial(admin_service.register, admin),
+                admin.refuse_malformed,
             )
         )
 

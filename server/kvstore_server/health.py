@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -25,8 +27,9 @@ from kvstore.model.reasons import Reason, StartError
 log = logging.getLogger(__name__)
 
 LOOP_S_MAX = 1.0
-REQUEST_S_MAX = 5.0  # for a client to send its request, and to take the answer
+CONNECTION_S_MAX = 10.0  # for a client to send its request and to take the answer, all in all
 CONNECTIONS_MAX = 16
+ACCEPT_RETRY_S = 0.1
 _READY = "ready"
 
 T = TypeVar("T")
@@ -96,12 +99,18 @@ class HealthApp:
 class HealthServer:
     """Serves an app in threads. `address` is where it really listens, port 0 resolved."""
 
-    def __init__(self, address: tuple[str, int], app: HealthApp) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        app: HealthApp,
+        *,
+        connection_s: float = CONNECTION_S_MAX,
+    ) -> None:
         """Raises StartError, naming `http.listen`, if it cannot listen there."""
         host, port = address
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._server = _Server(found[0], (str(found[4][0]), int(found[4][1])))
+            self._server = _Server(found[0], (str(found[4][0]), int(found[4][1])), connection_s)
         except OSError as error:
             raise StartError(
                 Reason.START_SOCKET,
@@ -127,13 +136,21 @@ class HealthServer:
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread a connection. One that takes too long is cut, and when all threads are taken the
+    oldest one makes room: a client that sends a byte now and then keeps no probe out.
+    """
+
     daemon_threads = True
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, family: int, address: tuple[str, int]) -> None:
+    def __init__(self, family: int, address: tuple[str, int], connection_s: float) -> None:
         self.address_family = family
-        self._free = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._connection_s = connection_s
+        self._guard = threading.Lock()
+        self._served: dict[socket.socket, float] = {}  # when each came, the oldest first
+        # Of those that were cut some may still wait for the event loop.
+        self._threads_free = threading.BoundedSemaphore(2 * CONNECTIONS_MAX)
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -142,24 +159,50 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
+    def service_actions(self) -> None:
+        """Called by the accepting thread after each accept, and ten times a second."""
+        late = time.monotonic() - self._connection_s
+        with self._guard:
+            self._cut([sock for sock, came in self._served.items() if came < late])
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            # No descriptors or memory: the listener stays readable, and the thread would spin.
+            time.sleep(ACCEPT_RETRY_S)
+            raise
+
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._threads_free.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        with self._guard:
+            self._cut(list(self._served)[: len(self._served) + 1 - CONNECTIONS_MAX])
+            self._served[request] = time.monotonic()
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            with self._guard:
+                self._served.pop(request, None)
+            self._threads_free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("http: a request failed", exc_info=True)
 
+    def _cut(self, sockets: Iterable[socket.socket]) -> None:
+        """Its thread finds the end of it, and closes it."""
+        for sock in sockets:
+            del self._served[sock]
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
 
 class _Handler(WSGIRequestHandler):
-    timeout = REQUEST_S_MAX
+    timeout = CONNECTION_S_MAX
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)

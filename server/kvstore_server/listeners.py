@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from kvstore.config import Limits, Settings
 from kvstore.model.reasons import Reason, StartError
 from kvstore_server import locks
+from kvstore_server.boundary import Context
+from kvstore_server.malformed import Tolerant
 
 HANDSHAKE_MS = 5_000
 FD_SUFFIX = ".fd"
@@ -121,8 +123,12 @@ class Listener:
         limits: Limits,
         services: Sequence[str],
         register: Callable[[grpc.aio.Server], None],
+        refuse: Callable[[str, Context], Awaitable[None]],
     ) -> None:
-        """Binds the socket, which answers only after `start`. Raises StartError if it cannot."""
+        """Binds the socket, which answers only after `start`. Raises StartError if it cannot.
+
+        `refuse(op, context)` ends a call of health or reflection that cannot be parsed.
+        """
         self._health = health.aio.HealthServicer()
         self._services = ["", *services]
         calls_max = limits.concurrent_calls_max + limits.sessions_max + STREAMS_SPARE
@@ -130,9 +136,12 @@ class Listener:
             maximum_concurrent_rpcs=calls_max, options=_options(limits, calls_max)
         )
         register(self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            [*services, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
+        patched = cast(grpc.aio.Server, Tolerant(self._server, refuse))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, patched)
+        names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflected = reflection.aio.ReflectionServicer(names)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(  # type: ignore[no-untyped-call]
+            reflected, patched
         )
         try:
             with locks.closed_umask():

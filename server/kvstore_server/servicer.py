@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import grpc
 
@@ -123,35 +123,5 @@ def register(servicer: StoreServicer, server: grpc.aio.Server) -> None:
     fetch = grpc.unary_stream_rpc_method_handler(
         servicer.Fetch, request_deserializer=pb.FetchRequest.FromString, response_serializer=bytes
     )
-    patched = _WithHandler(server, "Fetch", fetch, servicer.refuse_malformed)
+    patched = malformed.Tolerant(server, servicer.refuse_malformed, {"Fetch": fetch})
     store_pb2_grpc.add_StoreServicer_to_server(servicer, cast(grpc.aio.Server, patched))
-
-
-class _WithHandler:
-    """Stands before a server while generated code adds its handlers: exchanges one of them, and
-    has messages that cannot be parsed refused by `refuse(op, context)`.
-    """
-
-    def __init__(
-        self,
-        server: grpc.aio.Server,
-        method: str,
-        handler: malformed.Handler,
-        refuse: Callable[[str, Context], Awaitable[Any]],
-    ) -> None:
-        self._server = server
-        self._changed = {method: handler}
-        self._refuse = refuse
-
-    def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """Left out: the same handlers come by `add_registered_method_handlers`."""
-
-    def add_registered_method_handlers(
-        self, service: str, handlers: dict[str, malformed.Handler]
-    ) -> None:
-        tolerant = {
-            name: malformed.tolerant(handler, partial(self._refuse, name.lower()))
-            for name, handler in {**handlers, **self._changed}.items()
-        }
-        generic = grpc.method_handlers_generic_handler(service, tolerant)
-        self._server.add_generic_rpc_handlers((generic,))

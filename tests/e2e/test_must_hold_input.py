@@ -37,6 +37,7 @@ from tests.rawclient import (
     RawClient,
     Refused,
     bytes_method,
+    channel,
     reason,
     refused_as,
 )
@@ -485,6 +486,7 @@ def test_a_method_that_is_not_there_is_unimplemented(client: RawClient) -> None:
 
 # ---------------------------------------------------------------- garbage
 
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 SEED = 20_260_301
 CONNECTIONS = 1_500
 
@@ -579,6 +581,29 @@ def test_noise_as_messages_is_refused(daemon: Daemon, client: RawClient) -> None
                 seen.add(refusal(lambda noise=noise: call(noise), *allowed).reason)  # type: ignore[misc]
     assert Reason.BAD_REQUEST in seen
     assert "BAD_REQUEST" in metrics(daemon)
+
+
+def test_noise_to_the_other_services_is_refused_and_not_logged(daemon: Daemon) -> None:
+    """Health, reflection and the operator's verbs: whoever may connect could fill the log else."""
+    written = len(daemon.log())
+    for path in (daemon.data_socket, daemon.admin_socket):
+        with channel(path) as wire:
+            calls: list[Any] = [
+                wire.unary_unary("/grpc.health.v1.Health/Check"),
+                lambda noise, wire=wire: next(
+                    wire.unary_stream("/grpc.health.v1.Health/Watch")(noise)
+                ),
+                lambda noise, wire=wire: next(wire.stream_stream(REFLECTION)(iter([noise]))),
+            ]
+            if path == daemon.admin_socket:
+                calls.append(wire.unary_unary("/kvstore.v1.Admin/Pin"))
+            for call in calls:
+                for noise in (b"\xff", b"\x0f\xff", b"\x0a\xff\xff"):
+                    refusal(
+                        lambda call=call, noise=noise: refused_as(lambda: call(noise)),  # type: ignore[misc]
+                        Reason.BAD_REQUEST,
+                    )
+    assert len(daemon.log()) == written
 
 
 def test_a_broken_message_in_a_push_is_refused(client: RawClient) -> None:

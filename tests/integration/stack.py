@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,9 +25,9 @@ from kvstore.mover import Completion, Mover
 from kvstore.policy.links import Link
 from kvstore.store import Store
 from kvstore.tiers.host import HostTier
-from kvstore.wire.v1 import admin_pb2_grpc
 from kvstore_server import locks, servicer
 from kvstore_server.admin import AdminServicer
+from kvstore_server.admin import register as register_admin
 from kvstore_server.boundary import Boundary
 from kvstore_server.fdsocket import FdSocket
 from kvstore_server.listeners import Gate, Listener
@@ -233,7 +234,8 @@ class Stack:
             )
             path = self.socket(tenant)
             fd_socket.listen(tenant, locks.bind(f"{path}.fd", "test"))
-            listeners.append(self._listener(path, lambda s, d=data: servicer.register(d, s)))  # type: ignore[misc]
+            register = partial(servicer.register, data)
+            listeners.append(self._listener(path, register, data.refuse_malformed))
         self.boundaries["admin"] = Boundary(self.store, self.metrics, None, self.limits)
         admin = AdminServicer(
             self.store,
@@ -245,14 +247,14 @@ class Stack:
         )
         listeners.append(
             self._listener(
-                self.admin_socket, lambda s: admin_pb2_grpc.add_AdminServicer_to_server(admin, s)
+                self.admin_socket, partial(register_admin, admin), admin.refuse_malformed
             )
         )
         return listeners
 
-    def _listener(self, path: str, register: Callable[[Any], None]) -> Listener:
+    def _listener(self, path: str, register: Callable[[Any], None], refuse: Any) -> Listener:
         gate = Gate(path, "test", 0o600, None, locks.SocketLock(path, "test"))
-        return Listener(gate, self.limits, ["kvstore.v1.Store"], register)
+        return Listener(gate, self.limits, ["kvstore.v1.Store"], register, refuse)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
-import grpc
 import pytest
 
 from kvstore.model.reasons import Reason
@@ -13,7 +13,7 @@ from kvstore.wire.v1 import store_pb2 as pb
 from tests.e2e.stage import Prompt, altered, model
 from tests.integration.polling import within
 from tests.integration.stack import Stack
-from tests.rawclient import RawAdmin, RawClient, Refused, reason
+from tests.rawclient import RawAdmin, RawClient, Refused, reason, refused_as
 from tests.unit.store.stand import FlakyLedger
 
 MODEL = model()
@@ -248,10 +248,11 @@ def test_a_drain_is_passed_on(stack: Stack, client: RawClient, admin: RawAdmin) 
     assert stack.drains == [1.5]
 
 
-def test_a_malformed_message_is_no_defect(stack: Stack, admin: RawAdmin) -> None:
-    call = admin.channel.unary_unary(
-        "/kvstore.v1.Admin/Stats", lambda data: data, lambda data: data
-    )
-    with pytest.raises(grpc.RpcError):
-        call(b"\x0f\xff", timeout=SOON_S)
+def test_a_malformed_message_is_refused(stack: Stack, admin: RawAdmin) -> None:
+    call: Any = admin.channel.unary_unary("/kvstore.v1.Admin/Stats")
+    with pytest.raises(Refused) as refused:
+        refused_as(lambda: call(b"\x0f\xff", timeout=SOON_S))
+    assert refused.value.reason is Reason.BAD_REQUEST
     assert within(SOON_S, lambda: bool(admin.stats().instance_id))
+    refusals = 'kvstore_requests_total{op="admin_stats",reason="BAD_REQUEST"}'
+    assert admin.stats().counters[refusals] == 1

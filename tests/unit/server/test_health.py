@@ -16,7 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from kvstore.model.reasons import Reason, StartError
 from kvstore_server.exposition import Snapshot, StoreCollector
-from kvstore_server.health import CONNECTIONS_MAX, HealthApp, HealthServer, OnLoop
+from kvstore_server.health import (
+    CONNECTION_S_MAX,
+    CONNECTIONS_MAX,
+    HealthApp,
+    HealthServer,
+    OnLoop,
+)
 from kvstore_server.metrics import Metrics
 from tests.unit.server.test_metrics import STORE
 
@@ -42,7 +48,8 @@ class Served:
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[Served]:
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    """Its parameter: how long a connection may take, in seconds."""
     on_loop = OnLoop(asyncio.get_running_loop(), timeout_s=0.2)
     metrics = Metrics()
     registry = CollectorRegistry()
@@ -50,7 +57,8 @@ async def served() -> AsyncIterator[Served]:
         StoreCollector(lambda: on_loop(lambda: Snapshot(metrics.snapshot(), STORE, {}, 0)))
     )
     app = HealthApp(registry, on_loop, lambda: made.state)
-    made = Served(HealthServer(("127.0.0.1", 0), app))
+    connection_s = getattr(request, "param", CONNECTION_S_MAX)
+    made = Served(HealthServer(("127.0.0.1", 0), app, connection_s=connection_s))
     made.server.start()
     yield made
     await asyncio.to_thread(made.server.close)
@@ -94,18 +102,43 @@ async def test_a_stuck_loop_is_told(served: Served) -> None:
     assert (await served.get("/healthz"))[0] == 200
 
 
-async def test_silent_connections_are_bounded(served: Served) -> None:
+def connect(served: Served) -> socket.socket:
     host, port = served.server.address.split(":")
-    sockets = []
+    return socket.create_connection((host, int(port)), DEADLINE_S)
+
+
+async def test_silent_connections_make_room_for_a_probe(served: Served) -> None:
+    silent = [connect(served) for _ in range(CONNECTIONS_MAX + 1)]
     try:
-        for _ in range(CONNECTIONS_MAX):
-            sockets.append(socket.create_connection((host, int(port)), DEADLINE_S))
-        extra = socket.create_connection((host, int(port)), DEADLINE_S)
-        sockets.append(extra)
-        assert await asyncio.to_thread(extra.recv, 1) == b""
+        assert await asyncio.to_thread(silent[0].recv, 1) == b"", "the oldest one is cut"
+        assert await served.get("/healthz") == (200, "ready\n")
+        assert await asyncio.to_thread(silent[1].recv, 1) == b""
+        silent[-1].sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        answer = await asyncio.to_thread(silent[-1].recv, 65_536)
+        assert answer.startswith(b"HTTP/1.0 200"), "the youngest ones are served"
     finally:
-        for sock in sockets:
+        for sock in silent:
             sock.close()
+
+
+@pytest.mark.parametrize("served", [0.1], indirect=True)
+async def test_a_request_that_comes_byte_by_byte_is_cut(served: Served) -> None:
+    def dribble() -> int:
+        with connect(served) as sock:
+            sock.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
+            sock.settimeout(0.01)
+            for sent in range(int(DEADLINE_S / 0.01)):
+                try:
+                    sock.sendall(b"a")
+                    if sock.recv(1) == b"":
+                        return sent
+                except TimeoutError:
+                    continue
+                except OSError:
+                    return sent
+        raise AssertionError("it is still served")
+
+    assert await asyncio.to_thread(dribble) > 0
 
 
 def test_an_address_in_use_names_the_setting() -> None:
