@@ -75,7 +75,10 @@ class Books:
         self.loading = 0
         self.loading_bytes = 0
         self.staging_sessions: dict[int, Session] = {}
-        self.staging_closing: set[int] = set()
+        self.staging_closing: dict[int, int] = {}
+        """Since when: ns."""
+        self.staging_waiting: dict[int, int] = {}
+        """Session to the bytes that it needs at least, in the order of arrival."""
         self.pins: dict[int, ReadLease] = {}
         self.ghosts = Ghosts(limits.ghost_keys_max)
         self.counters: Counter[str] = Counter()

@@ -238,7 +238,9 @@ def _check_staging(books: Books) -> None:
     )
     arena = books.ingest
     assert set(books.staging_sessions) == set(arena.staging), "open staging has an owner"
-    assert books.staging_closing <= set(arena.closing)
+    assert set(books.staging_closing) <= set(arena.closing)
+    for session_id in books.staging_waiting:
+        assert books.sessions[session_id].staging is None, "who waits for staging has none"
     for region_id, session in books.staging_sessions.items():
         staging = session.staging
         if staging is None or staging.region_id != region_id:

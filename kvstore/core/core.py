@@ -130,8 +130,7 @@ class Core:
             self._end_lease(lease, now_ns)
         for group in list(ended.groups):
             self._names.abort_group(group, Reason.WRITE_GROUP_FAILED, now_ns)
-        books.ingest.claims.pop(ended.id, None)
-        self._writes.close_staging(ended)
+        self._writes.turns.end(ended, now_ns)
         peers = books.group_sessions[ended.group_key]
         peers.discard(ended.id)
         if not peers:
@@ -324,8 +323,9 @@ class Core:
         arena = next((arena for arena in books.pools if arena.gone(region_id)), None)
         if arena is None:
             return
-        books.staging_closing.discard(region_id)
+        books.staging_closing.pop(region_id, None)
         self._grant(arena, now_ns)
+        self._writes.turns.serve(now_ns)
 
     def grow(self, tier: int, capacity_bytes: int, now_ns: int) -> None:
         """A pool may use more from now on; it never shrinks."""
@@ -340,7 +340,7 @@ class Core:
             if isinstance(claimant, Pool):
                 self._moves.grant(claimant, total_bytes, now_ns)
             elif (session := self.books.sessions.get(claimant)) is not None:
-                self._writes.grant(session, total_bytes, now_ns)
+                self._writes.turns.grant(session, total_bytes, now_ns)
 
     def save_ahead(self, everything: bool, now_ns: int) -> int:
         """Begins to save what would be evicted next, if there is little room, or `everything`, the
@@ -367,13 +367,14 @@ class Core:
         self._decisions.restore(rows)
 
     def tick(self, now_ns: int) -> int | None:
-        """Expires what is due. Returns when the next thing is."""
+        """Expires what is due, serves who waits for staging. Returns when the next thing is due."""
         for lease in self.books.leases.due(now_ns):
             if isinstance(lease, ReadLease):
                 self.books.counters["leases_expired"] += 1
                 self._reads.end(lease)
             else:
                 self._writes.expire(lease, now_ns)
+        self._writes.turns.serve(now_ns)
         dates = (self.books.leases.next_due_ns(), self._decisions.expire_reviews(now_ns))
         return min((date for date in dates if date is not None), default=None)
 

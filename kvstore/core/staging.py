@@ -71,17 +71,31 @@ class Extents:
 class Staging:
     """A session's staging region.
 
-    copies: that read it now. idle_ns: since when no range of it is out.
+    copies: that read it now. idle_ns: since when no range of it is out. fresh: its session has not
+    asked for any yet; turn_ns: since when it has its turn.
     """
 
-    __slots__ = ("closed", "copies", "extents", "idle_ns", "region_id")
+    __slots__ = ("closed", "copies", "extents", "fresh", "idle_ns", "region_id", "turn_ns")
 
     def __init__(self, region_id: int, total_bytes: int, now_ns: int) -> None:
         self.region_id = region_id
         self.extents = Extents(total_bytes)
         self.copies = 0
         self.closed = False
+        self.fresh = True
+        self.turn_ns = now_ns
         self.idle_ns = now_ns
+
+    def begin_turn(self, now_ns: int) -> None:
+        """Its session asks; a turn begins the first time."""
+        if self.fresh:
+            self.fresh = False
+            self.turn_ns = self.idle_ns = now_ns
+
+    @property
+    def unused(self) -> bool:
+        """Whether nobody writes or reads any of it now."""
+        return not self.extents.used_bytes and not self.copies
 
     @property
     def total_bytes(self) -> int:

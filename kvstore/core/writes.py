@@ -8,24 +8,19 @@ lets expire, the whole write group loses.
 from __future__ import annotations
 
 from kvstore.core.books import Books, Flight
-from kvstore.core.effects import AssignStaging, UnassignStaging
 from kvstore.core.leases import Session, WriteGroup, WriteLease, WriteState
 from kvstore.core.moves import Moves
 from kvstore.core.pools import Fill, Slot, release_holds
 from kvstore.core.spaces import Space
-from kvstore.core.staging import EXTENT_ALIGN_BYTES, Staging
+from kvstore.core.staging import Staging
 from kvstore.core.states import SlotState, SpaceState
+from kvstore.core.turns import Turns
 from kvstore.model.layout import Part
 from kvstore.model.reasons import Reason
-from kvstore.model.values import PAGE_BYTES, STAGING, CommitResult, Committed, Place, Reserved
+from kvstore.model.values import STAGING, CommitResult, Committed, Place, Reserved
 
 READY = SlotState.READY
 FILLING = SlotState.FILLING
-
-STAGING_IDLE_NS = 10**9
-"""Staging that was not used for so long may be closed for another session."""
-STAGING_PARTS_MIN = 4
-"""Free bytes for so many parts are taken as they are, rather than waiting for a region."""
 
 
 class Writes:
@@ -35,6 +30,7 @@ class Writes:
         self.books = books
         self.moves = moves
         self.names = moves.names
+        self.turns = Turns(books, moves)
 
     # ------------------------------------------------------------------ reserve
 
@@ -67,7 +63,7 @@ class Writes:
         wanted, present, reserved = _offer(found, first, group, 1 << part_index)
         if not wanted:
             return Reserved(0, [], [], 0, present, reserved, Reason.OK, part.length)
-        staging = self._staging(session, part.length, now_ns)
+        staging = self.turns.staging(session, part.length, now_ns)
         if not isinstance(staging, Staging):
             return Reserved(0, [], [], 0, present, reserved, staging, part.length)
         lease = WriteLease(session, space, group, part_index, chain, staging, until_ns)
@@ -152,85 +148,6 @@ class Writes:
 
     # ------------------------------------------------------------------ staging
 
-    def _staging(self, session: Session, part_bytes: int, now_ns: int) -> Staging | Reason:
-        """The session's staging, made on first use and made anew if its parts grow."""
-        staging = session.staging
-        if staging is not None:
-            if staging.total_bytes >= part_bytes:
-                return staging
-            if staging.extents.used_bytes or staging.copies:
-                return Reason.STAGING_BUSY
-            self.close_staging(session)
-        arena, limits = self.books.ingest, self.books.limits
-        least = _pages(part_bytes)
-        if least > int(arena.capacity_bytes * limits.staging_share):
-            return Reason.PART_TOO_LARGE
-        left = self._share_left()
-        want = min(limits.staging_bytes, arena.capacity_bytes // 8, max(left // 2, 0))
-        want = max(_pages(want), least)
-        if want > left:
-            self._close_idle_staging(now_ns)
-            return Reason.STAGING_BUSY
-        room = arena.room_bytes(session.id)
-        if room < want and room < STAGING_PARTS_MIN * least:
-            regions = arena.press_for_staging(session.id, want, least)
-            for region in regions:
-                self.moves.close_region(region, now_ns)
-            if session.id in arena.claims or room < least:
-                return Reason.STAGING_BUSY
-        return self.open_staging(session, min(want, room), now_ns)
-
-    def _share_left(self) -> int:
-        """Bytes that staging may still take; closing regions count until they are gone."""
-        arena = self.books.ingest
-        closing = sum(arena.closing[region] for region in self.books.staging_closing)
-        share = int(arena.capacity_bytes * self.books.limits.staging_share)
-        return share - arena.staging_bytes - closing
-
-    def grant(self, session: Session, total_bytes: int, now_ns: int) -> None:
-        """A session's claim is met, as far as other staging has not used the share meanwhile."""
-        total_bytes = min(total_bytes, self._share_left())
-        if session.staging is None and total_bytes >= PAGE_BYTES:
-            self.open_staging(session, total_bytes, now_ns)
-
-    def open_staging(self, session: Session, total_bytes: int, now_ns: int) -> Staging:
-        """Gives the session staging; its bytes are free."""
-        total_bytes = total_bytes // PAGE_BYTES * PAGE_BYTES
-        region_id = self.books.next_id("region")
-        self.books.ingest.claims.pop(session.id, None)
-        self.books.ingest.add_staging(region_id, total_bytes)
-        self.books.staging_sessions[region_id] = session
-        self.books.effects.append(AssignStaging(region_id, session.id, total_bytes))
-        session.staging = Staging(region_id, total_bytes, now_ns)
-        return session.staging
-
-    def _close_idle_staging(self, now_ns: int) -> None:
-        idle = [
-            (session.staging.idle_ns, session)
-            for session in self.books.staging_sessions.values()
-            if session.staging is not None
-            and not session.staging.extents.used_bytes
-            and not session.staging.copies
-            and now_ns - session.staging.idle_ns >= STAGING_IDLE_NS
-        ]
-        if idle:
-            self.close_staging(min(idle, key=lambda entry: entry[0])[1])
-
-    def close_staging(self, session: Session) -> None:
-        """The session has no staging any more; the region closes when no copy reads it."""
-        staging, session.staging = session.staging, None
-        if staging is not None:
-            staging.closed = True
-            self._retire_if_unread(staging)
-
-    def _retire_if_unread(self, staging: Staging) -> None:
-        if staging.closed and not staging.copies:
-            self.books.ingest.retire_staging(staging.region_id)
-            del self.books.staging_sessions[staging.region_id]
-            self.books.staging_closing.add(staging.region_id)
-            self.books.ingest.unassigned.add(staging.region_id)
-            self.books.effects.append(UnassignStaging(staging.region_id))
-
     def _give_back(self, lease: WriteLease, now_ns: int) -> None:
         """The lease's ranges are free: they were copied, or their writer has stopped."""
         staging = lease.staging
@@ -302,7 +219,7 @@ class Writes:
         lease.staging.copies -= 1
         if not lease.copies:
             self._copied(lease, now_ns)
-        self._retire_if_unread(lease.staging)
+        self.turns.retire_if_unread(lease.staging, now_ns)
 
     def _copied(self, lease: WriteLease, now_ns: int) -> None:
         """All copies of the lease are done: what is complete now becomes READY at once."""
@@ -383,10 +300,6 @@ class Writes:
 def _alive(slot: Slot, generation: int) -> bool:
     """Whether the slot is still being filled for the lease that noted this generation."""
     return slot.state is FILLING and slot.generation == generation
-
-
-def _pages(size_bytes: int) -> int:
-    return -(-max(size_bytes, EXTENT_ALIGN_BYTES) // PAGE_BYTES) * PAGE_BYTES
 
 
 def _refused(reason: Reason, part: Part | None = None) -> Reserved:
