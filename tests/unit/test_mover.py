@@ -20,7 +20,16 @@ from kvstore import gather, shm
 from kvstore.core.effects import Copy, Forget
 from kvstore.model.reasons import BlockCorrupt, KVStoreError, Reason
 from kvstore.model.values import STAGING, Place, Region
-from kvstore.mover import SAVES_MAX, STALL_NS, TURN_BYTES_MAX, UNHASHED, Completion, Mover
+from kvstore.mover import (
+    SAVE_BYTES_MAX,
+    SAVES_MAX,
+    STALL_NS,
+    TURN_BYTES_MAX,
+    UNHASHED,
+    Completion,
+    Mover,
+    patience_ns,
+)
 from kvstore.tiers.base import ArchiveStats, ArchiveUsage, Bytes, Saved, SavedBlock
 from kvstore.tiers.host import HostTier
 
@@ -434,6 +443,11 @@ def test_a_save_of_many_does_not_hold_up_loads(bench: Bench, disk_steps: StepExe
     assert disk_steps.submitted == 2
     disk_steps.step()
     assert [done.copy_id for done in bench.deliver()] == [2]
+
+
+def test_a_large_batch_of_saves_is_given_the_time_that_a_slow_disk_takes() -> None:
+    assert patience_ns(0) == patience_ns(64 << 20) == STALL_NS
+    assert patience_ns(SAVE_BYTES_MAX) == SAVE_BYTES_MAX * 10**9 // (64 << 20)
 
 
 def test_forgettings_are_one_batch_and_are_told(bench: Bench, disk_steps: StepExecutor) -> None:

@@ -40,8 +40,8 @@ from kvstore.tiers.disk.writer import GONE, Outgoing, Writer
 
 log = logging.getLogger(__name__)
 
-WRITE_THREADS = 4
-"""With two or three writes beside each other a device is at its limit; the others hash."""
+WRITE_THREADS = 6
+"""With four writes beside each other a device is at its limit; the others hash."""
 LOAD_WAIT_S = 1.0
 """So long a save waits for the index, then it is given up: slots of the host wait for it."""
 CLOSE_WAIT_S = 2.0
@@ -99,7 +99,7 @@ class DiskTier:
         self._tidied = False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._executor = DeviceThreads(WRITE_THREADS, "kvstore-disk") if parallel else None
+        self._executor = DeviceThreads(WRITE_THREADS - 1, "kvstore-disk") if parallel else None
 
     # ------------------------------------------------------------------ archive
 
@@ -151,11 +151,11 @@ class DiskTier:
                 return [waiting] * len(blocks)
             saved: dict[tuple[int, bytes], Saved] = {}
             groups: dict[tuple[bytes, int], list[Outgoing]] = {}
+            known = volume.known(blocks)
             for block in blocks:
                 name, space = (block.space_id, block.key), self._spaces.get(block.space_id)
-                entry = volume.entry(*name)
-                if entry is not None:
-                    saved[name] = entry.checksum
+                if name in known:
+                    saved[name] = known[name].checksum
                 elif space is None:
                     saved[name] = KVStoreError(Reason.SPACE_CLOSED, "its space was closed")
                 else:
@@ -417,6 +417,7 @@ class DiskTier:
             generation=self._generations.__next__,
             on_dropped=self._dropped,
             executor=self._executor,
+            executor_threads=WRITE_THREADS - 1,
         )
         self.volume = volume
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.model.reasons import BlockCorrupt, KVStoreError, Reason
-from kvstore.tiers.base import Bytes
+from kvstore.tiers.base import Bytes, SavedBlock
 from kvstore.tiers.disk.catalog import NO_ROW, Catalog, Entry
 from kvstore.tiers.disk.files import Files, Truncated
 from kvstore.tiers.disk.format import KEY_BYTES, Fault, Segment, check_record, record_bytes
@@ -181,6 +181,17 @@ class Volume:
         """Those of `keys` that are known. Without a lock."""
         rows = self.catalog.find(space_id, keys)
         return [key for key, row in zip(keys, rows.tolist(), strict=True) if row != NO_ROW]
+
+    def known(self, blocks: Sequence[SavedBlock]) -> dict[tuple[int, bytes], Entry]:
+        """What is known of those that are known."""
+        space_ids = np.array([block.space_id for block in blocks], np.uint64)
+        keys = np.frombuffer(b"".join([block.key for block in blocks]), np.uint8)
+        with self.books:
+            rows = self.catalog.find_batch(space_ids, keys.reshape(len(blocks), KEY_BYTES))
+            found = np.flatnonzero(rows != NO_ROW)
+            entries = self.catalog.entries(rows[found])
+        named = [(blocks[index].space_id, blocks[index].key) for index in found.tolist()]
+        return dict(zip(named, entries, strict=True))
 
     def entry(self, space_id: int, key: bytes) -> Entry | None:
         """What is known of a block."""

@@ -15,8 +15,9 @@ Everything here may wait for the device. One thread at a time, which the tier se
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,16 +75,18 @@ class Writer:
         generation: Callable[[], int],
         on_dropped: Callable[[Sequence[tuple[int, bytes]], int], None],
         executor: Executor | None = None,
+        executor_threads: int = 0,
     ) -> None:
         """generation: a number that no write in this folder had before. on_dropped: gets the names
         of blocks that made room, and the generation of the last one. executor: threads that write
-        beside each other.
+        beside the caller's, so many.
         """
         self._volume = volume
         self._folder = folder
         self._generation = generation
         self._on_dropped = on_dropped
         self._executor = executor
+        self._executor_threads = executor_threads
         self._scratch = ScratchPages()
         self._unlinks: list[int] = []
         self._bad_slots = 0
@@ -177,12 +180,28 @@ class Writer:
         return failed
 
     def _each(self, placed: Sequence[Outgoing]) -> None:
-        if self._executor is None or len(placed) == 1:
-            for one in placed:
+        """Whoever waits for the device lets another thread hash. All have ended when it returns."""
+        left = deque(placed)
+
+        def work() -> None:
+            while left:
+                try:
+                    one = left.popleft()
+                except IndexError:  # another thread took the last one
+                    return
                 self._write_one(one)
-        else:
-            # Whoever waits for the device lets another thread hash.
-            list(self._executor.map(self._write_one, placed))
+
+        others: list[Future[None]] = []
+        try:
+            if self._executor is not None:
+                for _ in range(min(self._executor_threads, len(placed) - 1)):
+                    others.append(self._executor.submit(work))
+            work()
+        finally:
+            left.clear()
+            wait(others)
+        for other in others:
+            other.result()
 
     def _write_one(self, one: Outgoing) -> None:
         block, slot = one.block, one.slot

@@ -62,6 +62,7 @@ class DiskBench:
         clock: ManualClock | None = None,
         spaces: Sequence[int] = (SPACE,),
         ready: bool = True,
+        parallel: bool = False,
     ) -> None:
         self.folder = folder or MemoryFolder()
         self.capacity_bytes = capacity_bytes
@@ -73,7 +74,7 @@ class DiskBench:
             capacity_bytes=capacity_bytes,
             endurance_bytes_per_day=endurance_bytes_per_day,
             clock=self.clock,
-            parallel=False,
+            parallel=parallel,
         )
         self.tier.on_dropped = lambda space_id, gone: self.dropped.extend(
             (space_id, one) for one in gone

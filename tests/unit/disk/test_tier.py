@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import threading
 
 import pytest
 
 from kvstore.model.reasons import BlockCorrupt, KVStoreError, Reason
+from kvstore.testing.files import Injection, Op
 from kvstore.testing.folder import MemoryFolder
 from kvstore.tiers.disk.dictindex import CommitFault
 from kvstore.tiers.disk.format import HEADER_BYTES
@@ -56,6 +58,22 @@ def test_blocks_of_any_length_come_back_whole() -> None:
     for length in lengths:
         got = again.load(key(length), length=length)
         assert got.tobytes() == content(SPACE, key(length), 0, length).tobytes()
+
+
+def test_a_batch_is_written_by_several_threads_and_ends_when_all_have() -> None:
+    bench = DiskBench(parallel=True)
+    both = threading.Barrier(2)
+
+    def meet() -> None:
+        both.wait(20)
+
+    # The device answers the first write only when there is a second one.
+    bench.folder.files.inject(Injection(Op.PWRITEV, times=2, pause=meet))
+    chain = keys(64)
+    assert bench.save(chain) == [True] * 64
+    assert all(bench.reads(one) for one in chain)
+    assert bench.again().find(chain) == chain
+    bench.tier.close()
 
 
 def test_what_is_there_already_stays_as_it_is() -> None:
