@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -126,7 +127,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        target: str,
+        target: str | os.PathLike[str],
         *,
         config: ClientConfig | None = None,
         engine_id: str = "",

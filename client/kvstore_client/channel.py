@@ -8,6 +8,7 @@ it, and `kvstore_client.testing` has another one. Only bytes pass it, so that ga
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvstore.model.reasons import BadRequest, Reason
+from kvstore.model.sockets import FD_SUFFIX, bytes_too_long
 from kvstore.wire import status
 from kvstore_client.forks import GATE, grpc_works_here
 
@@ -111,20 +113,34 @@ class Transport(Protocol):
         """Breaks off what is under way, for good. Idempotent."""
 
 
-def socket_path(target: str) -> str:
+def socket_path(target: str | os.PathLike[str]) -> str:
     """The path of a target: "unix:/path", "unix:///path" or "/path". BadRequest for any other."""
-    path = str(target)
+    path = os.fspath(target) if isinstance(target, os.PathLike) else target
+    if not isinstance(path, str):
+        raise _no_target(f", not {type(target).__name__}")
     if path.startswith("unix:"):
         path = path[len("unix:") :]
         if path.startswith("//"):
             path = path[2:]
     if not path or "\0" in path or "://" in path:
-        raise BadRequest(
-            Reason.BAD_NAME,
-            "the target is the path of the daemon's data socket, with or without `unix:`",
-            "target",
-        )
+        raise _no_target("")
+    if path.endswith(FD_SUFFIX):
+        raise _no_target(f": {path!r} is the fd socket that stands beside it")
+    try:
+        over = bytes_too_long(path, data=True)
+    except UnicodeEncodeError:
+        raise _no_target(", which is no valid Unicode") from None
+    if over:
+        raise _no_target(f"; {path!r} is too long for a socket by {over} bytes")
     return path
+
+
+def _no_target(why: str) -> BadRequest:
+    return BadRequest(
+        Reason.BAD_NAME,
+        f"the target is the path of the daemon's data socket, with or without `unix:`{why}",
+        "target",
+    )
 
 
 class GrpcTransport:
@@ -180,7 +196,7 @@ class GrpcTransport:
                 Reason.UNAVAILABLE, f"{self._path}: {error.strerror}", outage=True
             ) from None
         except OSError:
-            pass  # a full backlog, a name too long: gRPC will say it
+            pass  # a full backlog: gRPC will say it
 
     @staticmethod
     def _connected(path: str, timeout_s: float) -> socket.socket:
@@ -209,7 +225,7 @@ class GrpcTransport:
             return reply
 
     def dial_memory(self, timeout_s: float) -> socket.socket:
-        return self._connected(f"{self._path}.fd", timeout_s)
+        return self._connected(f"{self._path}{FD_SUFFIX}", timeout_s)
 
     def break_off(self) -> None:
         # Not through the gate: a fork that waits for it calls this.
@@ -272,4 +288,9 @@ def _failure(error: Any) -> CallFailed:
         detail = f"{code.name}: {error.details() or ''}"
         if code is grpc.StatusCode.CANCELLED:
             reason = Reason.UNAVAILABLE
+        elif code is grpc.StatusCode.UNIMPLEMENTED:
+            detail = (
+                "this call is not served there: the target is the data socket, not the admin "
+                "socket, of a daemon of this version"
+            )
     return CallFailed(reason, detail, outage=not answered and code not in _ANSWERS)

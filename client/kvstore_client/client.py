@@ -16,6 +16,7 @@ daemon restarts and after a fork.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +57,7 @@ class Client:
 
     def __init__(
         self,
-        target: str,
+        target: str | os.PathLike[str],
         *,
         config: ClientConfig | None = None,
         engine_id: str = "",

@@ -59,7 +59,7 @@ class Root:
 
     def __init__(
         self,
-        target: str,
+        target: str | os.PathLike[str],
         config: ClientConfig,
         engine_id: str,
         group: bytes | None,

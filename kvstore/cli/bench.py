@@ -113,7 +113,7 @@ def _run(
     space = client.space(fingerprint)
     status = space.status()
     if status.reason is not Reason.OK:
-        raise Refused(f"{status.reason.name}: {status.reason.text}")
+        raise Refused(f"{status.reason.name}: {status.detail or status.reason.text}")
     steps = measure(
         cast(Space, space),
         blocks=blocks,

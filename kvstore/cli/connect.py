@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from kvstore.model.reasons import KVStoreError, Reason
+from kvstore.model.sockets import FD_SUFFIX, bytes_too_long
 
 if TYPE_CHECKING:
     import grpc
@@ -131,6 +132,11 @@ def socket_paths(
 
 def check_socket(path: str, option: str) -> None:
     """Says at once what gRPC would say late or badly."""
+    over = bytes_too_long(os.path.abspath(path), data=False)
+    if over:
+        raise Unreachable(f"no daemon at {path}: too long for a socket by {over} bytes")
+    if path.endswith(FD_SUFFIX):
+        raise Unreachable(f"no daemon at {path}: that socket hands out memory; see {option}")
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -170,6 +176,8 @@ def told(error: grpc.RpcError, path: str) -> click.ClickException:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Unreachable(f"the daemon at {path} did not answer in time; see --timeout")
     if code is grpc.StatusCode.UNIMPLEMENTED:
+        if os.path.exists(f"{path}{FD_SUFFIX}"):
+            return NotSo(f"{path} is a data socket; name the admin socket with --admin-socket")
         return NotSo(f"the daemon at {path} does not know this verb; compare the versions")
     return NotSo(f"{code.name}: {call.details()}")
 

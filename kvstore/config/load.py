@@ -23,6 +23,7 @@ from kvstore.config.settings import (
     TenantSettings,
     wrong,
 )
+from kvstore.model.sockets import FD_SUFFIX, LOCK_SUFFIX, bytes_too_long
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,13 +31,12 @@ else:
     import tomli as tomllib
 
 ENV_PREFIX = "KVSTORE_"
-UNIX_PATH_BYTES_MAX = 107  # sun_path holds 108 with its closing zero (unix(7))
 TENANTS_MAX = 64
 
 _TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _SIZE = re.compile(r"(\d{1,19})(\.\d{1,9})?\s*(TiB|GiB|MiB|KiB|B)?")
 _SIZE_BYTES_MAX = (1 << 62) - 1
-_SUFFIXES = (".fd", ".lock")  # what stands beside a data socket
+_SUFFIXES = (FD_SUFFIX, LOCK_SUFFIX)
 
 
 class Field(NamedTuple):
@@ -328,10 +328,8 @@ def _check_socket(runtime_dir: str, name: str, given: str, path: str) -> None:
             name,
             f"{given!r} ends like the files that stand beside a socket: {', '.join(_SUFFIXES)}",
         )
-    path_bytes = len(os.fsencode(path)) + len(".fd")
-    if path_bytes > UNIX_PATH_BYTES_MAX:
+    if over := bytes_too_long(path, data=True):
         raise wrong(
             "server.runtime_dir",
-            f"{path} is too long for a socket by {path_bytes - UNIX_PATH_BYTES_MAX} bytes; "
-            "choose a shorter folder",
+            f"{path} is too long for a socket by {over} bytes; choose a shorter folder",
         )

@@ -31,6 +31,7 @@ import kvstore
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import Settings, render_toml
 from kvstore.model.reasons import StartError
+from kvstore.model.sockets import FD_SUFFIX
 from kvstore.model.record import Ring
 from kvstore_server import admin as admin_service
 from kvstore_server import servicer
@@ -39,7 +40,7 @@ from kvstore_server.boundary import Boundary
 from kvstore_server.exposition import Snapshot, StoreCollector
 from kvstore_server.fdsocket import FdSocket
 from kvstore_server.health import HealthApp, HealthServer, OnLoop
-from kvstore_server.listeners import FD_SUFFIX, Gates, Listener, stop_all
+from kvstore_server.listeners import Gates, Listener, stop_all
 from kvstore_server.locks import bind, open_up
 from kvstore_server.logs import event
 from kvstore_server.metrics import Metrics

@@ -21,12 +21,12 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from kvstore.config import Limits, Settings
 from kvstore.model.reasons import Reason, StartError
+from kvstore.model.sockets import FD_SUFFIX
 from kvstore_server import locks
 from kvstore_server.boundary import Context
 from kvstore_server.malformed import Tolerant
 
 HANDSHAKE_MS = 5_000
-FD_SUFFIX = ".fd"
 STREAMS_SPARE = 64  # calls beyond the bound are refused with a reason by the boundary, not by gRPC
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING

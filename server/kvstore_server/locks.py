@@ -21,6 +21,7 @@ from collections.abc import Iterator
 
 from kvstore import folders
 from kvstore.model.reasons import Reason, StartError
+from kvstore.model.sockets import LOCK_SUFFIX
 
 _CLOSED_MASK = 0o177
 
@@ -31,7 +32,7 @@ class SocketLock:
     def __init__(self, socket_path: str, setting: str) -> None:
         """Raises StartError: START_LOCKED if another daemon has it, START_SOCKET if it cannot be
         had."""
-        path = f"{socket_path}.lock"
+        path = f"{socket_path}{LOCK_SUFFIX}"
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._fd = os.open(path, flags, 0o600)

@@ -98,6 +98,25 @@ def test_a_file_that_is_no_socket_is_code_4(run: Run, folder: Path) -> None:
     assert "is no socket" in run("status", "--runtime-dir", str(folder), code=4).stderr
 
 
+def test_another_socket_than_the_admin_one_is_told(
+    ask: Run, run: Run, admin: FakeAdmin, folder: Path
+) -> None:
+    (folder / "admin.sock.fd").touch()  # as beside a data socket
+    admin.code = grpc.StatusCode.UNIMPLEMENTED
+    (line,) = ask("status", code=1).stderr.splitlines()
+    assert "is a data socket" in line
+    assert "--admin-socket" in line
+    wrong = run("status", "--admin-socket", str(folder / "data.sock.fd"), code=4)
+    assert "hands out memory" in wrong.stderr
+
+
+def test_a_path_too_long_for_a_socket_is_one_line(run: Run) -> None:
+    for command, option in (("status", "--admin-socket"), ("bench", "--socket")):
+        result = run(command, option, "/" + "n" * 110, code=4)
+        (line,) = result.stderr.splitlines()
+        assert "too long for a socket by 4 bytes" in line
+
+
 def test_a_silent_daemon_is_code_4_in_time(ask: Run, admin: FakeAdmin) -> None:
     admin.code = grpc.StatusCode.DEADLINE_EXCEEDED
     assert "--timeout" in ask("status", code=4).stderr

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import grpc
 import pytest
 
 from kvstore.model.reasons import BadRequest, KVStoreError, Reason
+from kvstore_client import AsyncClient, Client
 from kvstore_client.channel import CallFailed, GrpcTransport, mapped, socket_path
 from kvstore_client.testing import FakeRpcError, refusal
 
@@ -23,10 +27,39 @@ def test_a_target_is_a_path(target: str) -> None:
     assert socket_path(target) == "/run/k/data.sock"
 
 
-@pytest.mark.parametrize("target", ["", "unix:", "http://host:1", "dns:///h:1", "a\0b"])
-def test_anything_else_is_no_target(target: str) -> None:
-    with pytest.raises(BadRequest, match="target"):
+def test_a_target_may_be_a_path_object() -> None:
+    assert socket_path(Path("/run/k/data.sock")) == "/run/k/data.sock"
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("", "path"),
+        ("unix:", "path"),
+        ("http://host:1", "path"),
+        ("dns:///h:1", "path"),
+        ("a\0b", "path"),
+        (None, "not NoneType"),
+        (b"/run/k/data.sock", "not bytes"),
+        (7, "not int"),
+        ("/run/\ud800", "Unicode"),
+        ("/run/k/data.sock.fd", "fd socket"),
+        ("unix:/" + "n" * 104, "too long for a socket by 1 bytes"),
+        ("/" + "\u00fc" * 60, "too long for a socket by 17 bytes"),
+    ],
+)
+def test_anything_else_is_no_target(target: Any, says: str) -> None:
+    with pytest.raises(BadRequest, match="the target is the path") as caught:
         socket_path(target)
+    assert says in str(caught.value)
+    assert (caught.value.reason, caught.value.setting) == (Reason.BAD_NAME, "target")
+    for kind in (Client, AsyncClient):
+        with pytest.raises(BadRequest, match="the target is the path"):
+            kind(target)
+
+
+def test_the_longest_path_is_a_target() -> None:
+    assert len(socket_path("/" + "n" * 103)) + len(".fd") == 107
 
 
 def test_a_bare_status_is_an_outage_unless_it_is_an_answer() -> None:
