@@ -31,8 +31,8 @@ import kvstore
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import Settings, render_toml
 from kvstore.model.reasons import StartError
-from kvstore.model.sockets import FD_SUFFIX
 from kvstore.model.record import Ring
+from kvstore.model.sockets import FD_SUFFIX
 from kvstore_server import admin as admin_service
 from kvstore_server import servicer
 from kvstore_server.assembly import Assembly
