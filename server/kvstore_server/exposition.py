@@ -62,8 +62,7 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield from _of_tiers(store)
     yield from _of_core(store.core)
     yield from _of_host(store.host)
-    for tier, archive in store.archives.items():
-        yield from _of_archive(tier, archive)
+    yield from of_archives(store.archives)
     yield _gauge("fd_connections", "Clients on the fd socket.", [({}, snapshot.fd_connections)])
     events = [({"event": name}, n) for name, n in sorted(snapshot.fd_events.items())]
     yield _counter("fd_events", "What happened on the fd sockets.", events)
@@ -208,8 +207,13 @@ def _of_host(host: HostStats) -> Iterator[Metric]:
     )
 
 
+def of_archives(archives: Mapping[str, ArchiveStats]) -> Iterator[Metric]:
+    """A metric for each number of a tier below the host: `kvstore_disk_saves_total`."""
+    for tier, archive in archives.items():
+        yield from _of_archive(tier, archive)
+
+
 def _of_archive(tier: str, archive: ArchiveStats) -> Iterator[Metric]:
-    """A metric for each number of its own: `kvstore_disk_saves_total`."""
     fine = archive.state.startswith("ok")
     yield _gauge(f"{tier}_ok", "0 while something is wrong; status says what.", [({}, fine)])
     for name, value in archive.gauges.items():

@@ -162,6 +162,9 @@ def test_after_kill_9_a_conversation_is_read_from_disk_bit_exact(start: Daemons)
     found = [get(daemon, prompt) for prompt in written]
     assert sum(found) >= sum(on_disk)
     assert counter(daemon, "kvstore_disk_corrupt_dropped_total") == 0
+    with RawAdmin(daemon.admin_socket) as admin:
+        loads = admin.stats().counters["kvstore_disk_loads_total"]
+    assert loads == counter(daemon, "kvstore_disk_loads_total") > 0
 
 
 def test_a_drain_saves_what_only_memory_had(start: Daemons) -> None:

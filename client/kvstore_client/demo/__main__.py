@@ -1,19 +1,22 @@
 """`python -m kvstore_client.demo` (or `make demo`): what the store does, measured and checked.
 
-Starts a daemon on unix sockets in a temporary folder and one engine process after the other; prints
-what they measured and every claim with its truth. Exit code: 0 if all were true, 1 if not, 2 if
-something could not be started. Ends what it started.
+Starts a daemon on unix sockets in a temporary folder and one engine process after the other, and
+kills and restarts the daemon in between; prints what they measured and every claim with its truth.
+Exit code: 0 if all were true, 1 if not, 2 if something could not be started. Ends what it started.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -27,6 +30,7 @@ from kvstore_client.demo.evidence import Job, Transcript
 from kvstore_client.demo.model import DESCRIPTION, RANDOM_DESCRIPTION, ensure_model
 
 CAPACITY: Final = "512MiB"
+DISK_CAPACITY: Final = "1GiB"
 WORKER_S: Final = 900.0
 
 
@@ -67,19 +71,21 @@ def _run(options: argparse.Namespace, screen: Console, scratch: Path) -> int:
     with screen.status("preparing the model (the first time this takes a minute)"):
         description = _prepare_model(options, screen)
     screen.print(f"model    {description}, {options.dtype}, on the CPU")
-    with running_daemon(scratch, CAPACITY) as daemon:
-        screen.print(
-            f"daemon   pid {daemon.pid}, ready after {daemon.ready_ms:.0f} ms, "
-            f"{CAPACITY} of host memory"
-        )
+    with _daemon(screen, scratch) as daemon:
         job = _job(options, daemon, scratch)
         written = _work(screen, job, "process 1 holds a conversation and saves its KV")
         title = "Process 1: each turn restores what the turns before it have saved"
         report.show_turns(screen, title, written)
         job = replace(job, mode="reader")
         read = _work(screen, job, "process 2 holds the same conversation from the store")
-    report.show_turns(screen, "Process 2: new, and knows only the prompts", read)
-    report.show_rejections(screen, read)
+        report.show_turns(screen, "Process 2: new, and knows only the prompts", read)
+        os.kill(daemon.pid, signal.SIGKILL)
+    screen.print("the daemon was killed with -9: its memory is gone")
+    with _daemon(screen, scratch) as daemon:
+        job = replace(_job(options, daemon, scratch), mode="survivor")
+        survived = _work(screen, job, "process 3 holds the same conversation from the disk")
+    report.show_turns(screen, "Process 3: new, and so is the daemon", survived)
+    report.show_rejections(screen, survived)
     gigabytes = read.memory_bytes_per_second / 1e9
     screen.print(
         f"ideal: the bytes at {gigabytes:.1f} GB/s, a plain copy by one thread; fetch: keys, "
@@ -88,7 +94,17 @@ def _run(options: argparse.Namespace, screen: Console, scratch: Path) -> int:
     for note in written.notes:
         screen.print(note)
     screen.print()
-    return report.show_claims(screen, [written, read])
+    return report.show_claims(screen, [written, read, survived])
+
+
+@contextlib.contextmanager
+def _daemon(screen: Console, scratch: Path) -> Iterator[RunningDaemon]:
+    with running_daemon(scratch, CAPACITY, DISK_CAPACITY) as daemon:
+        screen.print(
+            f"daemon   pid {daemon.pid}, ready after {daemon.ready_ms:.0f} ms, "
+            f"{CAPACITY} of host memory, {DISK_CAPACITY} of disk"
+        )
+        yield daemon
 
 
 def _prepare_model(options: argparse.Namespace, screen: Console) -> str:

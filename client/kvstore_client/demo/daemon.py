@@ -37,14 +37,17 @@ class RunningDaemon:
 
 
 @contextlib.contextmanager
-def running_daemon(folder: Path, capacity: str) -> Iterator[RunningDaemon]:
-    """`kvstored` with a host tier of `capacity` (such as "512MiB") in `folder`, for a `with`.
+def running_daemon(folder: Path, capacity: str, disk_capacity: str) -> Iterator[RunningDaemon]:
+    """`kvstored` with a host tier of `capacity` (such as "512MiB") and a disk tier in `folder`, for
+    a `with`; a later one finds what the disk of an earlier one holds.
 
     At its end, whatever ended it: SIGTERM, after 20 s SIGKILL, and the process is gone.
     """
     ready_file, log_file = folder / "ready.json", folder / "kvstored.log"
+    ready_file.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "kvstore_server", "serve", "--ready-file", str(ready_file)]
     argv += [f"--server.runtime_dir={folder / 'run'}", f"--host.capacity_bytes={capacity}"]
+    argv += [f"--disk.path={folder / 'disk'}", f"--disk.capacity_bytes={disk_capacity}"]
     argv += ["--http.listen=", "--host.mlock=off", "--server.log_format=text"]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")}
     with log_file.open("ab") as log:

@@ -14,7 +14,9 @@ __all__ = ["Claim", "Job", "Reference", "Rejection", "Transcript", "Turn", "load
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a worker process is told. `mode`: "writer" or "reader"."""
+    """What a worker process is told. `mode`: "writer"; "reader", while the writer's daemon lives;
+    or "survivor", after it was killed and started again.
+    """
 
     mode: str
     data_socket: str

@@ -28,7 +28,7 @@ from kvstore_client.weights import DigestMemory, files_digest, weight_files
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["refusals", "survive_a_dead_daemon"]
+__all__ = ["ADMIN_DEADLINE_S", "refusals", "survive_a_dead_daemon"]
 
 ADMIN_DEADLINE_S: Final = 10.0
 DEAD_DAEMON_MS: Final = 2_100.0

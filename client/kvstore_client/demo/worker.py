@@ -1,9 +1,10 @@
-"""The demo's two engine processes: `python -m kvstore_client.demo.worker JOB.json RESULT.json`.
+"""The demo's engine processes: `python -m kvstore_client.demo.worker JOB.json RESULT.json`.
 
 The writer holds the conversation, and saves the KV of each turn; every turn is also computed from
 nothing, and from the writer's own live cache, to compare. The reader is another process that knows
-only the prompts: it restores their KV, compares bits and answers with the writer's, and then makes
-offers that must be refused. What they find goes into a `Transcript`.
+only the prompts: it restores their KV, and compares bits and answers with the writer's. The
+survivor does the same on a daemon that was killed and started again, which has them on disk alone,
+and then makes offers that must be refused. What they find goes into a `Transcript`.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import grpc
 import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
+from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc
 from kvstore_client import Client
 from kvstore_client.demo import evidence
 from kvstore_client.demo.document import DOCUMENT, QUESTIONS, RULES
 from kvstore_client.demo.evidence import Claim, Job, Reference, Transcript, Turn
 from kvstore_client.demo.model import DemoModel, load_real, make_random_llama, quiet_transformers
-from kvstore_client.demo.refusals import refusals, survive_a_dead_daemon
+from kvstore_client.demo.refusals import ADMIN_DEADLINE_S, refusals, survive_a_dead_daemon
 from kvstore_client.engines.prefix_cache import PrefixCache, Restored
 from kvstore_client.engines.transformers import (
     BlockCutter,
@@ -178,11 +181,11 @@ def _save(
     engine: Engine, number: int, prompt: list[int], made: Generation, restored: Restored
 ) -> Claim:
     tokens = [*prompt, *made.token_ids]
-    saved = engine.cache.save(tokens, made.cache, from_token=restored.tokens)
+    saved = engine.cache.save(tokens, made.cache, from_token=restored.tokens, durable=True)
     first = restored.tokens // BLOCK_TOKENS
     expected = made.cache.get_seq_length() // BLOCK_TOKENS - first
     done = saved.pushed is not None and saved.pushed.stored == expected
-    text = f"process 1, turn {number}: {expected} new blocks are saved"
+    text = f"process 1, turn {number}: {expected} new blocks are saved, and on disk"
     return Claim(text, done, saved.why)
 
 
@@ -196,8 +199,10 @@ def _read(engine: Engine) -> Transcript:
     folder = Path(engine.job.scratch_folder)
     written = evidence.load(folder / "writer.result", Transcript)
     transcript = Transcript([], [], memory_bytes_per_second=engine.memory_bytes_per_second)
+    survivor = engine.job.mode == "survivor"
+    process = "process 3" if survivor else "process 2"
     for number, reference in enumerate(written.references, 1):
-        where = f"process 2, turn {number}"
+        where = f"{process}, turn {number}"
         restored = engine.cache.restore(reference.prompt)
         blocks = restored.tokens // BLOCK_TOKENS
         known = written.block_digests[:blocks]
@@ -220,11 +225,26 @@ def _read(engine: Engine) -> Transcript:
         faster = turn.first_token_ms < fresh_ms
         times = f"{turn.first_token_ms:.0f} ms against {fresh_ms:.0f} ms"
         transcript.claims.append(Claim(f"{where}: the first token comes sooner", faster, times))
-    prompt = written.references[-1].prompt
-    refusals(engine.job, engine.made, engine.client, engine.cache.fingerprint, prompt, transcript)
-    survive_a_dead_daemon(engine.job, engine.made, engine.cache, prompt, transcript)
+    if survivor:
+        prompt = written.references[-1].prompt
+        transcript.claims.append(_all_from_disk(engine, transcript))
+        model, client = engine.cache.fingerprint, engine.client
+        refusals(engine.job, engine.made, client, model, prompt, transcript)
+        survive_a_dead_daemon(engine.job, engine.made, engine.cache, prompt, transcript)
     transcript.notes.extend(engine.notes)
     return transcript
+
+
+def _all_from_disk(engine: Engine, transcript: Transcript) -> Claim:
+    """This daemon was given no block: each that it has it has read from its disk."""
+    restored = max(turn.restored_tokens for turn in transcript.turns) // BLOCK_TOKENS
+    with grpc.insecure_channel(f"unix:{engine.job.admin_socket}") as channel:
+        stats = admin_pb2_grpc.AdminStub(channel).Stats(
+            admin_pb2.StatsRequest(), timeout=ADMIN_DEADLINE_S
+        )
+    read = int(stats.counters.get("kvstore_disk_loads_total", 0))
+    text = f"process 3: {restored} blocks were read from disk after the daemon was killed with -9"
+    return Claim(text, read == restored > 0, f"{read} reads")
 
 
 def _same_answer(where: str, made: Generation, answer: list[int], logits_digest: str) -> Claim:

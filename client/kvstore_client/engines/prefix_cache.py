@@ -149,13 +149,14 @@ class PrefixCache:
         cache: DynamicCache,
         *,
         from_token: int = 0,
+        durable: bool = False,
         request_id: str = "",
     ) -> Saved:
         """Stores the whole blocks of `cache`, which holds the first tokens of `token_ids`.
 
         `from_token`: where the caller knows nothing new before it, such as `Restored.tokens`.
-        Blocks that the store has already are neither copied nor sent. Never raises because of the
-        store.
+        Blocks that the store has already are neither copied nor sent. `durable`: returns when the
+        disk has them. Never raises because of the store.
         """
         self._complete_fingerprint()
         first = from_token // self._block_tokens
@@ -167,7 +168,9 @@ class PrefixCache:
         if end <= first:
             return Saved(None, "no new whole block")
         keys = self._space.keys(token_ids[: end * self._block_tokens], salt=self._salt)
-        pushed = self._space.push(keys, cutter.cut, first_block=first, request_id=request_id)
+        pushed = self._space.push(
+            keys, cutter.cut, first_block=first, durable=durable, request_id=request_id
+        )
         return Saved(pushed, pushed.reason.name)
 
     def _complete_fingerprint(self) -> None:
