@@ -73,6 +73,11 @@ def total(daemon: Daemon, name: str) -> float:
     return sum(value for key, value in found if key.partition("{")[0] == name)
 
 
+def until_loaded(daemon: Daemon) -> None:
+    """Waits until all of the disk tier can be seen."""
+    until("the index is loaded", lambda: total(daemon, "kvstore_disk_loading") == 0)
+
+
 QUEUES = ("kvstore_copies_in_flight", "kvstore_saves_in_flight", "kvstore_fd_connections")
 
 

@@ -26,7 +26,7 @@ from tests.e2e.stage import BLOCK_TOKENS, Prompt, altered, model, record, until
 from tests.field.child import child
 from tests.field.conftest import Start
 from tests.field.content import hit, push, rows_of
-from tests.field.rules import FULL, Punctual, metrics, rounds, total
+from tests.field.rules import FULL, Punctual, metrics, rounds, total, until_loaded
 from tests.rawclient import CALL_S, RawAdmin, RawClient, Refused, channel
 
 pytestmark = pytest.mark.process
@@ -325,10 +325,6 @@ LATE = [Prompt(GENERATION, seed, 40) for seed in range(100, 108)]
 
 def with_disk(daemons: Start, path: Path, **settings: Any) -> Daemon:
     return daemons(disk__path=str(path), disk__capacity_bytes="64MiB", **settings)
-
-
-def until_loaded(daemon: Daemon) -> None:
-    until("the index is loaded", lambda: total(daemon, "kvstore_disk_loading") == 0)
 
 
 def hits(daemon: Daemon, prompts: list[Prompt]) -> int:
