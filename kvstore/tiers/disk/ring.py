@@ -10,7 +10,7 @@ Order of reuse, which the caller keeps:
     placement = ring.place(tenant, record_bytes, count)
     make the files of placement.new_segments; write to placement.slots; fdatasync
     index.commit(add=rows, add_segments=..., remove=victims, remove_segments=retired)
-    ring.settle(...) each written slot; ring.release(victims); ring.unlinked(retired) once their
+    ring.settle(...) the written slots; ring.release(victims); ring.unlinked(retired) once their
     files are gone
 `place` keeps victims ahead of need, so that their removal travels with the commit of the batch
 before. If `slots` are fewer than asked for and there are victims, retired segments or something to
@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from kvstore.tiers.disk.format import Segment
 from kvstore.tiers.disk.hashtable import zeros
 from kvstore.tiers.disk.room import SEGMENT_BYTES_MAX, Room, segment_slots
-from kvstore.tiers.disk.slots import LIVE, TOUCHED, WRITING, Slot, SlotClass
+from kvstore.tiers.disk.slots import LIVE, TOUCHED, Slot, SlotClass
 
 __all__ = [
     "SEGMENT_BYTES_MAX",
@@ -56,6 +56,8 @@ _STOCK_SHARE = 16
 _AHEAD_WINDOWS_MAX = 128
 """How far the hand goes for victims that are not needed yet: about a millisecond."""
 _LONG_AGO = -(1 << 64)
+NO_SEGMENT = (1 << 32) - 1
+"""The segment of a slot that is none."""
 
 Pairs: TypeAlias = "Sequence[Slot] | NDArray[np.uint32]"
 
@@ -231,18 +233,26 @@ class Ring:
             self._room.classes.pop((tenant, record_bytes), None)
         return placement
 
-    def settle(self, slot: Slot, row: int, depth: int, parent: Slot | None) -> None:
-        """The slot's row is committed. parent: where the parent's record is, if it is on disk; a
-        block of depth 0 has none. ValueError if the slot is not being written.
+    def settle(
+        self, slots: Pairs, rows: NDArray[np.int64], depths: NDArray[np.int64], parents: Pairs
+    ) -> None:
+        """The rows of slots of one class are committed. parents: where the records of their parents
+        are, in NO_SEGMENT for those that are not on disk; a block of depth 0 has none. ValueError,
+        and none is settled, if a slot is not being written.
         """
-        owner = self._owners.get(slot.segment)
-        number = -1 if owner is None else owner.number(slot)
-        if owner is None or number < 0 or owner.states[number] != WRITING:
-            raise ValueError(f"{slot} is not being written")
-        self._room.written_bytes += owner.record_bytes
+        chosen, above = _pairs(slots), _pairs(parents)
+        if not len(chosen):
+            return
+        owner = self._owners.get(int(chosen[0, 0]))
+        numbers = np.full(1, -1) if owner is None else owner.numbers(chosen[:, 0], chosen[:, 1])
+        repeated = len(np.unique(numbers)) < len(numbers)
+        if owner is None or repeated or (numbers < 0).any() or not owner.writes(numbers):
+            raise ValueError(f"a slot of {chosen.tolist()} is not being written")
         # What was filled before is none of its descendants: links make no circle.
-        above = owner.number(parent) if parent is not None and depth else -1
-        owner.fill(number, row, above, self._room.written_bytes)
+        over = np.where(depths > 0, owner.numbers(above[:, 0], above[:, 1]), -1)
+        ticks = self._room.written_bytes + owner.record_bytes * np.arange(1, len(numbers) + 1)
+        self._room.written_bytes = int(ticks[-1])
+        owner.fill(numbers, rows, over, ticks)
 
     def abandon(self, slots: Iterable[Slot]) -> None:
         """Slots of a placement that were not written or not committed: free again, since their old

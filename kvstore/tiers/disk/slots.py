@@ -197,21 +197,40 @@ class SlotClass:
                 taken += [Slot(segment, slot) for slot in free.tolist()]
         return taken
 
-    def fill(self, number: int, row: int, parent: int, used_tick: int) -> None:
-        """WRITING to LIVE. parent: a number that may or may not be a live one's; -1 for none."""
-        extent = self._extent(number)
-        self._count(extent, 0, -1, 1)
-        extent.used_tick = used_tick
-        self.states[number] = LIVE
-        self.marks[number] = COLD
-        self.rows[number] = row
-        self.children[number] = 0
-        self.stamps[number] = (int(self.stamps[number]) + 1) % _STAMPS
-        self.parents[number] = _NO_PARENT
-        if parent >= 0 and parent != number and self.states[parent] == LIVE:
-            self.children[parent] += 1
-            self.parents[number] = parent
-            self.parent_stamps[number] = self.stamps[parent]
+    def fill(self, numbers: Numbers, rows: Numbers, parents: Numbers, ticks: Numbers) -> None:
+        """WRITING to LIVE, one after the other, all different. parents: numbers that may or may not
+        be those of live ones, or of ones that were filled before; -1 for none.
+        """
+        linked = self._parents_before(numbers, parents)
+        self.states[numbers] = LIVE
+        self.marks[numbers] = COLD
+        self.rows[numbers] = rows
+        self.children[numbers] = 0
+        self.stamps[numbers] += 1
+        self.parents[numbers] = _NO_PARENT
+        self.link(numbers[linked], parents[linked])
+        for extent, here in self._by_extent(numbers):
+            self._count(extent, 0, -len(here), len(here))
+            extent.used_tick = int(ticks[here[-1]])
+
+    def writes(self, numbers: Numbers) -> bool:
+        """Whether all are WRITING."""
+        return bool((self.states[numbers] == WRITING).all())
+
+    def _parents_before(self, numbers: Numbers, parents: Numbers) -> NDArray[np.bool_]:
+        """Which parents are live by the time that their child is filled."""
+        order = np.argsort(numbers)
+        at = np.searchsorted(numbers, parents, sorter=order)
+        at = order[np.minimum(at, len(numbers) - 1)]
+        among = numbers[at] == parents
+        before: NDArray[np.bool_] = (parents >= 0) & (self.states[parents] == LIVE)
+        before |= among & (at < np.arange(len(numbers)))
+        return before
+
+    def _by_extent(self, numbers: Numbers) -> list[tuple[Extent, NDArray[np.intp]]]:
+        """Each extent that has some of the numbers, and which ones."""
+        at = np.searchsorted(self._bases, numbers, "right") - 1
+        return [(self._by_base[one], np.flatnonzero(at == one)) for one in np.unique(at).tolist()]
 
     def fill_many(self, numbers: Numbers, rows: Numbers) -> NDArray[np.bool_]:
         """FREE to LIVE, without parents; False for numbers that are -1, not free, or a repeat."""

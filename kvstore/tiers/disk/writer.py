@@ -21,7 +21,6 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.model.reasons import NoSpace, Reason
 from kvstore.tiers.base import SavedBlock
@@ -37,7 +36,7 @@ from kvstore.tiers.disk.format import (
 )
 from kvstore.tiers.disk.opening import Folder
 from kvstore.tiers.disk.pages import RecordBuffers, ScratchPages
-from kvstore.tiers.disk.ring import Placement, Slot
+from kvstore.tiers.disk.ring import NO_SEGMENT, Placement, Slot
 from kvstore.tiers.disk.rows import IndexRow
 from kvstore.tiers.disk.volume import SWEEP_ROWS, Debts, SpaceInfo, Volume
 
@@ -266,16 +265,14 @@ class Writer:
         parents = [row.row.parent or NO_PARENT for row in rows]
         space_ids = np.array([row.space_id for row in rows], np.uint64)
         packed = np.frombuffer(b"".join(parents), np.uint8).reshape(-1, KEY_BYTES)
+        depths = np.array([row.row.depth for row in rows], np.int64)
+        above = np.full((len(rows), 2), NO_SEGMENT, np.uint32)
         with volume.books:
-            numbers = volume.catalog.put_many(rows)
+            numbers = np.array(volume.catalog.put_many(rows), np.int64)
             found = volume.catalog.find_batch(space_ids, packed)
-            above = iter(
-                zip(*map(_listed, volume.catalog.places(found[found != NO_ROW])), strict=True)
-            )
-            for one, number, parent in zip(written, numbers, found.tolist(), strict=True):
-                assert one.slot is not None
-                over = None if parent == NO_ROW else Slot(*next(above))
-                volume.ring.settle(one.slot, number, one.block.depth, over)
+            there = found != NO_ROW
+            above[there] = np.stack(volume.catalog.places(found[there]), axis=1)
+            volume.ring.settle([Slot(*row.place) for row in rows], numbers, depths, above)
 
     # ------------------------------------------------------------------ commits
 
@@ -407,8 +404,3 @@ class Writer:
         except OSError:
             file_system = None
         return classify(error, file_system)
-
-
-def _listed(column: NDArray[np.uint32]) -> list[int]:
-    listed: list[int] = column.tolist()
-    return listed

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.tiers.disk.format import Segment
-from kvstore.tiers.disk.ring import Placement, Ring, Slot, Victim, segment_slots
+from kvstore.tiers.disk.ring import NO_SEGMENT, Placement, Ring, Slot, Victim, segment_slots
 from kvstore.tiers.disk.rows import index_bytes
 
 A, B, C = (bytes([letter]) * 32 for letter in b"abc")
@@ -68,14 +68,17 @@ class Caller:
         for name, slot in zip(saved, slots, strict=True):
             self.rows[slot] = name
         self._commit()
-        for number, (name, slot) in enumerate(zip(saved, slots, strict=True), len(self.names)):
-            parent = (parents or {}).get(name)
-            self.names[number] = name
-            self.where[name] = slot
-            if parent is not None:
-                self.parents[name] = parent
-            depth = 0 if parent is None else 1
-            self.ring.settle(slot, number, depth, self.where.get(parent or ""))
+        first = len(self.names)
+        above = {name: parent for name, parent in (parents or {}).items() if name in saved}
+        self.names.update(enumerate(saved, first))
+        self.where.update(zip(saved, slots, strict=True))
+        self.parents.update(above)
+        self.ring.settle(
+            slots,
+            np.arange(first, first + len(saved)),
+            np.array([int(name in above) for name in saved]),
+            [self.where.get(above.get(name, ""), Slot(NO_SEGMENT, 0)) for name in saved],
+        )
         if self.checks:
             self.ring.check()
         return saved
@@ -199,9 +202,48 @@ def test_a_segment_that_cannot_be_made_leaves_nothing() -> None:
 def test_only_slots_that_are_being_written_settle() -> None:
     caller = small(64)
     caller.save(["a"])
-    for wrong in (caller.where["a"], Slot(0, 1), Slot(0, 9), Slot(9, 0)):
+    (right,) = caller.ring.place(A, RECORD, 1).slots
+    for wrong in ([caller.where["a"]], [Slot(0, 9)], [Slot(9, 0)], [right, right]):
+        rows, none = np.arange(len(wrong)), [Slot(NO_SEGMENT, 0)] * len(wrong)
         with pytest.raises(ValueError, match="not being written"):
-            caller.ring.settle(wrong, 0, 0, None)
+            caller.ring.settle(wrong, rows, rows, none)
+    caller.ring.abandon([right])
+    with pytest.raises(ValueError, match="not being written"):
+        caller.ring.settle([right], np.arange(1), np.arange(1), [Slot(NO_SEGMENT, 0)])
+    caller.ring.check()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_settled_together_or_one_by_one_is_the_same(seed: int) -> None:
+    chance = Random(seed)
+    count = 300
+    depths = np.array([chance.randrange(3) for _ in range(count)])
+    together, one_by_one = (Ring(64 * RECORD * count, no_index) for _ in range(2))
+    slots = together.place(A, RECORD, count).slots
+    assert one_by_one.place(A, RECORD, count).slots == slots
+    parents = [chance.choice([*slots, Slot(NO_SEGMENT, 0)]) for _ in slots]
+    for start in range(0, count, 100):
+        part = slice(start, start + 100)
+        together.settle(slots[part], np.arange(count)[part], depths[part], parents[part])
+        for at in range(start, start + 100):
+            one_by_one.settle([slots[at]], np.array([at]), depths[at : at + 1], [parents[at]])
+    (owner,), (other,) = ({*ring._owners.values()} for ring in (together, one_by_one))
+    assert owner.children.any()
+    for name, _ in owner._COLUMNS:
+        assert np.array_equal(getattr(owner, name), getattr(other, name)), name
+    assert [one.used_tick for one in owner.extents.values()] == [
+        one.used_tick for one in other.extents.values()
+    ]
+    together.check()
+
+
+def test_a_child_that_is_settled_before_its_parent_has_none() -> None:
+    ring = Ring(64 * RECORD, no_index)
+    child, parent = ring.place(A, RECORD, 2).slots
+    ring.settle([child, parent], np.arange(2), np.array([1, 0]), [parent, Slot(NO_SEGMENT, 0)])
+    owner = ring._owners[child.segment]
+    assert owner.parent(owner.number(child)) == -1
+    ring.check()
 
 
 def test_a_record_that_does_not_fit_gets_nothing() -> None:
