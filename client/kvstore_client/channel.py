@@ -41,6 +41,10 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 250),
+    # A stream of blocks is read in larger pieces than gRPC would: a sixth less of processor time.
+    ("grpc.experimental.tcp_min_read_chunk_size", 1 << 20),
+    ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
+    ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
 )
 # Of a status without an ErrorDetail. These are the word of our own gRPC or of the daemon on a
 # request; any other means that nobody answered it properly.
