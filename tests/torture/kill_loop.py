@@ -12,41 +12,31 @@ may be there is compared with what is.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from threading import Thread
 
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.reasons import Reason
-from kvstore.tiers.disk.verify import verify
-from tests.daemon import Daemon, DaemonDied
+from tests.daemon import Daemon
 from tests.e2e.stage import Prompt, altered, model
-from tests.rawclient import Refused
 from tests.torture.base import Job, Outcome
-from tests.torture.daemons import daemon_of
-from tests.torture.oracle import (
-    Away,
-    Client,
-    Oracle,
-    check_durable,
-    check_quiet,
-    until_loaded,
-)
+from tests.torture.killed_folder import ROOMY, TIGHT, KilledFolder, count_starts
+from tests.torture.oracle import Away, Client
 
 CYCLES = 250
-VERIFY_EVERY = 25
-"""Cycles after which a folder is checked while no daemon has it."""
-START_S_MAX = 10.0
-"""From the start of the process until the disk tier has loaded its index; its bound is a second."""
+VERIFY_EVERY = 12
+"""Cycles of a folder after which it is checked while no daemon has it."""
+WHOLE_EVERY = 5
+"""Cycles of a folder after which all is read that was ever put; else what was last, and a few."""
+SAMPLE = 8
+REACH_CYCLES = 100
 TRAFFIC_S_MAX = 0.25
 START_KILL_S_MAX = 0.6
 DRAIN_KILL_S_MAX = 0.15
-MIB = 1 << 20
-
 PROMPTS = 12
 """Of a model."""
 BLOCKS = 12
@@ -73,10 +63,8 @@ class KillLoop:
 
     def run(self, job: Job) -> Outcome:
         outcome = Outcome()
-        lives = [
-            _Life(job, outcome, "roomy", (96 * MIB,)),
-            _Life(job, outcome, "tight", (8 * MIB, 12 * MIB, 20 * MIB)),
-        ]
+        lives = [_Life(KilledFolder(job, outcome, "roomy", ROOMY), job.seed)]
+        lives += [_Life(KilledFolder(job, outcome, "tight", TIGHT), job.seed)]
         cycles = job.scale.of(CYCLES, at_least=4)
         try:
             for cycle in range(cycles):
@@ -88,121 +76,77 @@ class KillLoop:
             else:
                 for life in lives:
                     life.end()
+                _check_reach(outcome, cycles)
         finally:
             for life in lives:
-                life.close()
-        starts = sorted(took_s for life in lives for took_s in life.starts_s)
-        outcome.counts["start ms, median"] = int(starts[len(starts) // 2] * 1e3) if starts else 0
-        outcome.counts["start ms, longest"] = int(starts[-1] * 1e3) if starts else 0
+                life.kept.close()
+        count_starts(outcome, [life.kept for life in lives])
         return outcome
+
+
+def _check_reach(outcome: Outcome, cycles: int) -> None:
+    """A loop that never got to the places that it is for has shown nothing."""
+    reached = ("evictions host", "evictions disk", "durable blocks read", "records checked")
+    if cycles >= REACH_CYCLES:
+        outcome.failed += [
+            f"no {what} in {cycles} cycles" for what in reached if not outcome.counts[what]
+        ]
 
 
 # ---------------------------------------------------------------- one folder's life
 
 
 class _Life:
-    """A folder, its daemons one after the other, and what is known of its blocks."""
+    """A folder, its clients, and the cycles that it goes through."""
 
-    def __init__(self, job: Job, outcome: Outcome, name: str, capacities: Sequence[int]) -> None:
-        self.name = name
-        self.outcome = outcome
-        self.starts_s: list[float] = []
-        self._job = job
-        self._capacities = capacities
-        self._oracle = Oracle(outcome)
-        self._folder = job.folder / name
-        self._folder.mkdir()
-        self._daemon = daemon_of(
-            job,
-            self._folder,
-            host__capacity_bytes="6MiB",
-            host__staging_bytes="1MiB",
-            disk__path=str(self._folder / "disk"),
-            disk__capacity_bytes=capacities[0],
-            server__drain_grace_s=2,
-        )
+    def __init__(self, kept: KilledFolder, seed: int) -> None:
+        self.kept = kept
+        self._seed = seed
         self._workers = [
-            _Worker(self._oracle, f"{name}-0", (4 << 10, 16 << 10), roomy=self._roomy),
-            _Worker(self._oracle, f"{name}-1", (16 << 10, 64 << 10), roomy=self._roomy),
+            _Worker(kept, "0", (4 << 10, 16 << 10)),
+            _Worker(kept, "1", (16 << 10, 64 << 10)),
         ]
         self._cycles = 0
 
-    @property
-    def _roomy(self) -> bool:
-        return len(self._capacities) == 1
-
     def cycle(self, number: int) -> None:
         """One kill, and all that follows."""
-        rng = random.Random(f"{self._job.seed} {number}")
+        rng = random.Random(f"{self._seed} {number}")
         mode = rng.choice(MODES)
-        self.outcome.counts[f"killed: {mode}"] += 1
-        with self._named(f"cycle {number}, {self.name}, {mode}"):
-            if not self._start(rng, kill=mode == "starting"):
-                return
-            self._check(rng, whole=self._cycles % 5 == 4)
-            self._live(rng, mode)
-            self._cycles += 1
-            if self._cycles % max(VERIFY_EVERY // 2, 1) == 0:
-                self._verify()
+        self.kept.outcome.counts[f"killed: {mode}"] += 1
+        with self.kept.named(f"cycle {number}, {mode}"):
+            self.kept.choose_capacity(rng)
+            if mode == "starting":
+                self._kill_start(rng)
+            elif self.kept.start():
+                self._check(rng, whole=self._cycles % WHOLE_EVERY == WHOLE_EVERY - 1)
+                self._live(rng, mode)
+                self._cycles += 1
+                if self._cycles % VERIFY_EVERY == 0:
+                    self.kept.verify()
+            else:
+                self.kept.kill()
 
     def end(self) -> None:
         """The last start, and a stop as it should be."""
-        with self._named(f"end, {self.name}"):
-            if not self._start(random.Random(self._job.seed)):
-                return
-            self._check(random.Random(self._job.seed), whole=True)
-            code = self._daemon.stop()
-            if code != 0:
-                self._oracle.failed(f"SIGTERM: it ended with {code}")
-            self._oracle.restarted()
-            self._verify()
+        with self.kept.named("end"):
+            if self.kept.start():
+                self._check(random.Random(self._seed), whole=True)
+                self.kept.stop()
+                self.kept.verify()
 
-    def close(self) -> None:
-        if self._daemon.alive:
-            self._daemon.kill()
+    # ------------------------------------------------------------------ parts
 
-    @contextlib.contextmanager
-    def _named(self, where: str) -> Iterator[None]:
-        """Says in each finding where it was found."""
-        marks = len(self.outcome.wrong), len(self.outcome.failed)
-        try:
-            yield
-        except Refused as error:
-            self._oracle.failed(f"a call was refused: {error}")
-        finally:
-            for found, mark in zip((self.outcome.wrong, self.outcome.failed), marks, strict=True):
-                found[mark:] = [f"{where}: {text}" for text in found[mark:]]
-
-    # ------------------------------------------------------------------ start and kill
-
-    def _start(self, rng: random.Random, *, kill: bool = False) -> bool:
-        """Starts the daemon; False: it was killed meanwhile, or did not start."""
-        daemon = self._daemon
-        daemon.settings["disk.capacity_bytes"] = rng.choice(self._capacities)
-        if kill:
-            process = daemon.spawn()
-            time.sleep(rng.uniform(0.0, START_KILL_S_MAX))
-            code = process.poll()
-            daemon.kill()
-            if code is not None:
-                self._oracle.failed(f"the start ended with {code}: {daemon.log()[-2_000:]}")
-            return False
-        began = time.monotonic()
-        try:
-            daemon.start()
-        except (DaemonDied, AssertionError) as error:
-            self._oracle.failed(f"the start failed: {error}")
-            return False
-        until_loaded(daemon, self._oracle)
-        took_s = time.monotonic() - began
-        self.starts_s.append(took_s)
-        if took_s > START_S_MAX:
-            self._oracle.failed(f"ready and loaded after {took_s:.1f} s, not {START_S_MAX:.0f}")
-        return True
+    def _kill_start(self, rng: random.Random) -> None:
+        process = self.kept.daemon.spawn()
+        time.sleep(rng.uniform(0.0, START_KILL_S_MAX))
+        code = process.poll()
+        self.kept.kill()
+        if code is not None:
+            self.kept.oracle.failed(f"the start ended with {code} by itself")
 
     def _live(self, rng: random.Random, mode: str) -> None:
         """Traffic until the end of the daemon."""
-        daemon, draining = self._daemon, mode == "draining"
+        daemon, draining = self.kept.daemon, mode == "draining"
         fuse = _Fuse(daemon.process, rng.randint(1, 8) if mode == "acknowledged" else 0)
         threads = []
         for worker in self._workers:
@@ -216,34 +160,19 @@ class _Life:
         daemon.kill()
         for thread in threads:
             thread.join()
-        self._oracle.restarted()
-
-    # ------------------------------------------------------------------ checks
+        self.kept.oracle.restarted()
 
     def _check(self, rng: random.Random, *, whole: bool) -> None:
         """What is there after a start, and whether the books are in order."""
-        oracle = self._oracle
         prompts = [prompt for worker in self._workers for prompt in worker.prompts]
-        recent = [prompt for worker in self._workers for prompt in worker.recent]
-        others = prompts if whole else rng.sample(prompts, min(8, len(prompts)))
-        with Client(self._daemon, oracle) as client:
-            for prompt in {id(one): one for one in (*recent, *others)}.values():
-                self.outcome.counts["blocks read"] += client.get(prompt)
-            if self._roomy:
-                asked = prompts if whole else recent
-                self.outcome.counts["durable blocks read"] += check_durable(client, asked)
+        if not whole:
+            recent = [prompt for worker in self._workers for prompt in worker.recent]
+            prompts = [*recent, *rng.sample(prompts, min(SAMPLE, len(prompts)))]
+        with Client(self.kept.daemon, self.kept.oracle) as client:
+            self.kept.check(client, prompts)
             for worker in self._workers:
                 worker.check_epochs(client)
-        capacity = int(self._daemon.settings["disk.capacity_bytes"])
-        check_quiet(self._daemon, oracle, capacity_bytes=capacity)
-
-    def _verify(self) -> None:
-        """Checks the folder, which no daemon has now."""
-        report = verify(str(self._folder / "disk"))
-        self.outcome.counts["folders checked"] += 1
-        self.outcome.counts["records checked"] += report.right
-        if not report.ok:
-            self._oracle.failed(f"verify: {report.damage_counts}: {report.damages[:3]}")
+        self.kept.check_books()
 
 
 # ---------------------------------------------------------------- one client's traffic
@@ -265,11 +194,11 @@ class _Fuse:
 class _Worker:
     """A client with models and prompts of its own, so that it knows what it left there."""
 
-    def __init__(self, oracle: Oracle, name: str, sizes: Sequence[int], *, roomy: bool) -> None:
+    def __init__(self, kept: KilledFolder, name: str, sizes: Sequence[int]) -> None:
         self.prompts: list[Prompt] = []
         self.recent: list[Prompt] = []
-        self._oracle = oracle
-        self._roomy = roomy
+        self._oracle = kept.oracle
+        self._roomy = kept.roomy
         self._models = [model(size, name=f"{name}-{size}") for size in sizes]
         self._stale: list[Fingerprint] = []
         self._raising: int | None = None
