@@ -8,22 +8,18 @@ process of its own, so that one that dies is a finding and no end; `--lanes` run
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tests.torture import mutants, stages
 from tests.torture.base import SHOWN_MAX, Job, Outcome, Scale, Stage
+from tests.torture.running import run_stage
 
 OUT = Path("build") / "torture.json"
 STAGE_S_MAX = 1_500.0
@@ -84,31 +80,17 @@ def _one(stage: Stage, asked: argparse.Namespace) -> int:
 
 
 def _in_process(letter: str, stage: Stage, asked: argparse.Namespace) -> dict[str, Any]:
-    argv = [sys.executable, "-m", "tests.torture", "--one", letter, "--seed", str(asked.seed)]
-    argv += ["--scale", str(asked.scale), "--mutant", asked.mutant]
-    argv += ["--until-first"] if asked.until_first else []
     began = time.monotonic()
-    # A session of its own: a stage that hangs is ended with all that it started.
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        said, _ = process.communicate(timeout=STAGE_S_MAX)
-        outcome = _parse(said, process.returncode)
-    except subprocess.TimeoutExpired:
-        outcome = Outcome(failed=[f"the stage did not end within {STAGE_S_MAX:.0f} s"])
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    outcome = run_stage(
+        letter,
+        seed=asked.seed,
+        scale=asked.scale,
+        mutant=asked.mutant,
+        until_first=asked.until_first,
+        limit_s=STAGE_S_MAX,
+    )
     _say(letter, stage, outcome, asked.seed, time.monotonic() - began)
     return outcome.entry(stage.name, asked.seed)
-
-
-def _parse(said: str, code: int) -> Outcome:
-    """What a stage's process said in its last line."""
-    if code != 0:
-        return Outcome(failed=[f"the stage ended with {code}"])
-    fields = json.loads(said.splitlines()[-1])
-    return Outcome(**{**fields, "counts": Counter(fields["counts"])})
 
 
 def _say(letter: str, stage: Stage, outcome: Outcome, seed: int, took_s: float) -> None:
