@@ -3,7 +3,9 @@
 The product has none of them: a mutant is planted into a process of the torture, by replacing a
 function of the product in it. `python -m tests.torture.mutants` runs, for each, the stages that
 have to catch it until their first finding, and writes build/torture-mutants.json: a list of
-{"mutant", "caught_by", "seed", "finding"}. It exits 1 if one was caught by no stage.
+{"mutant", "caught_by", "seed", "finding"}. A stage proves something only if it finds nothing where
+nothing was planted, so each runs like that first. Exits 1 if a bug was caught by no stage, or a
+stage found one of its own.
 """
 
 from __future__ import annotations
@@ -225,6 +227,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("E", "H"),
     ),
 )
+NONE = Mutant("", "", lambda: None, ())
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 
 
@@ -245,12 +248,17 @@ def main() -> int:
     chosen = [BY_NAME[name] for name in asked.only.split(",")] if asked.only else list(MUTANTS)
     print(f"seed {asked.seed}, {len(chosen)} planted bugs", flush=True)
     with ThreadPoolExecutor(asked.lanes) as lanes:
+        letters = sorted({letter for mutant in chosen for letter in mutant.caught_by})
+        found = list(lanes.map(lambda letter: _run(NONE, letter, asked), letters))
+        unsound = [letter for letter, finding in zip(letters, found, strict=True) if finding]
         entries = list(lanes.map(lambda mutant: _hunt(mutant, asked), chosen))
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps(entries, indent=1) + "\n")
     missed = [entry["mutant"] for entry in entries if not entry["caught_by"]]
     print(f"{len(entries) - len(missed)} of {len(entries)} caught, wrote {asked.out}")
-    return 1 if missed else 0
+    if unsound:
+        print(f"FAILED: {', '.join(unsound)} found something where nothing was planted")
+    return 1 if missed or unsound else 0
 
 
 def _hunt(mutant: Mutant, asked: argparse.Namespace) -> dict[str, Any]:
@@ -261,11 +269,7 @@ def _hunt(mutant: Mutant, asked: argparse.Namespace) -> dict[str, Any]:
         "finding": "",
     }
     for letter in mutant.caught_by:
-        began = time.monotonic()
-        finding = _run(mutant, letter, asked)
-        took_s = time.monotonic() - began
-        print(f"{mutant.name:22} {letter:3} {took_s:5.0f} s  {finding or 'not caught'}", flush=True)
-        if finding:
+        if finding := _run(mutant, letter, asked):
             entry["caught_by"].append(letter)
             entry["finding"] = entry["finding"] or finding
             if not asked.every:
@@ -275,6 +279,7 @@ def _hunt(mutant: Mutant, asked: argparse.Namespace) -> dict[str, Any]:
 
 def _run(mutant: Mutant, letter: str, asked: argparse.Namespace) -> str:
     """The first finding of a stage with this bug; "": it saw nothing."""
+    began = time.monotonic()
     outcome = run_stage(
         letter,
         seed=asked.seed,
@@ -283,7 +288,11 @@ def _run(mutant: Mutant, letter: str, asked: argparse.Namespace) -> str:
         until_first=True,
         limit_s=STAGE_S_MAX,
     )
-    return (outcome.wrong + outcome.failed + [""])[0][:300]
+    finding = (outcome.wrong + outcome.failed + [""])[0][:300]
+    took_s = time.monotonic() - began
+    name = mutant.name or "(nothing planted)"
+    print(f"{name:22} {letter:3} {took_s:5.0f} s  {finding or 'nothing found'}", flush=True)
+    return finding
 
 
 if __name__ == "__main__":
