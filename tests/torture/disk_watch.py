@@ -1,0 +1,168 @@
+"""What the stages about the disk tier's device look at: its figures, its state, and whether the
+daemon answers those who ask for its health.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.daemon import Daemon
+from tests.e2e.stage import Prompt
+from tests.field.rules import metrics
+from tests.rawclient import RawAdmin
+from tests.torture.oracle import LATE_S, Away, Client, Oracle
+
+RECOVERY_S = 5.0
+"""From the end of a fault until all is well: the bound. Ten times it decides."""
+RECOVERY_S_MAX = 10 * RECOVERY_S
+POLL_S = 0.01
+
+DROPS = (
+    "kvstore_disk_corrupt_dropped_total",
+    'kvstore_disk_read_errors_total{kind="io"}',
+    'kvstore_tier_evictions_total{tier="disk"}',
+)
+"""Counters that go up by one for each block that goes: damaged, not read, or for want of room."""
+
+
+def drops(daemon: Daemon) -> int:
+    """Blocks that the tier says it has no more, though they were durable."""
+    now = metrics(daemon)
+    return int(sum(now.get(name, 0) for name in DROPS))
+
+
+def state_of(daemon: Daemon) -> str:
+    """The disk tier's state, in words."""
+    with RawAdmin(daemon.admin_socket) as admin:
+        return next(str(tier.state) for tier in admin.stats().tiers if tier.name == "disk")
+
+
+def part(prompt: Prompt, first: int) -> Prompt:
+    """A prompt without its first blocks."""
+    rest = Prompt(prompt.fingerprint, 0, 0, tenant=prompt.tenant)
+    rest.keys = prompt.keys[first:]
+    return rest
+
+
+def missing(client: Client, prompt: Prompt) -> list[int]:
+    """Indexes of the blocks that are not there; all others are read and checked."""
+    gone: list[int] = []
+    first = 0
+    while first < len(prompt.keys):
+        first += client.get(part(prompt, first))
+        if first < len(prompt.keys):
+            gone.append(first)
+            first += 1
+    return gone
+
+
+def seconds_until(found: Callable[[], bool], bound_s: float) -> float:
+    """How long it took until that was true; more than `bound_s` if it was not within it."""
+    began = time.monotonic()
+    while not found():
+        if time.monotonic() - began > bound_s:
+            break
+        time.sleep(POLL_S)
+    return time.monotonic() - began
+
+
+def recover(
+    daemon: Daemon, client: Client, fresh: Callable[[], Prompt], old: list[Prompt]
+) -> float:
+    """Uses the tier until all of it works: a durable put, a load, the state. Seconds, more than
+    RECOVERY_S_MAX if it does not.
+    """
+    began = time.monotonic()
+    loads = metrics(daemon)["kvstore_disk_loads_total"]
+    written = read = False
+    turn = 0
+    while (took_s := time.monotonic() - began) <= RECOVERY_S_MAX:
+        if not written:
+            written = client.put(fresh(), durable=True).durable > 0
+        if not read:
+            client.get(old[turn % len(old)])
+            turn += 1
+            read = metrics(daemon)["kvstore_disk_loads_total"] > loads
+        if written and read and _is_well(state_of(daemon)):
+            break
+        time.sleep(POLL_S)
+    return took_s
+
+
+def _is_well(state: str) -> bool:
+    """What was, and is over, is said for a while."""
+    troubles = ("stopped", "bypassed", "tried again", "opening", "loading")
+    return not any(trouble in state for trouble in troubles)
+
+
+class Health:
+    """Asks for the daemon's health all the time: late or bad answers are failures. longest_s: of
+    the answers so far.
+    """
+
+    def __init__(self, daemon: Daemon, oracle: Oracle, every_s: float = 0.05) -> None:
+        self.longest_s = 0.0
+        self.asked = 0
+        self._daemon = daemon
+        self._oracle = oracle
+        self._every_s = every_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            for path in ("healthz", "readyz"):
+                began = time.monotonic()
+                try:
+                    with urllib.request.urlopen(f"{self._daemon.http_url}/{path}", timeout=10):
+                        pass
+                except OSError as error:
+                    if not self._ended.is_set() and self._daemon.alive:
+                        self._oracle.failed(f"/{path}: {error}")
+                took_s = time.monotonic() - began
+                self.longest_s = max(self.longest_s, took_s)
+                self.asked += 1
+                if took_s > LATE_S and self._daemon.alive:
+                    self._oracle.failed(f"/{path} took {took_s:.2f} s")
+
+    def __enter__(self) -> Health:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def disk_bytes(folder: Path) -> int:
+    """What a folder takes on its device, in blocks of the file system, its folders included."""
+    total, todo = 0, [folder]
+    while todo:
+        current = todo.pop()
+        try:
+            total += current.lstat().st_blocks * 512
+            if current.is_dir() and not current.is_symlink():
+                todo += current.iterdir()
+        except FileNotFoundError:
+            continue
+    return total
+
+
+__all__ = [
+    "RECOVERY_S",
+    "RECOVERY_S_MAX",
+    "Away",
+    "Health",
+    "disk_bytes",
+    "drops",
+    "metrics",
+    "missing",
+    "part",
+    "recover",
+    "seconds_until",
+    "state_of",
+]
