@@ -1,7 +1,8 @@
 """Folders of the daemon that nobody else can put something of theirs into, or exchange.
 
 Promise. What `prepare` gives back belongs to us or to root, and nobody else may replace it, or what
-leads to it, at the moment of the call. Pure POSIX. Used wherever the daemon makes a folder.
+leads to it, at the moment of the call; and it is still there after a power cut. Pure POSIX. Used
+wherever the daemon makes a folder.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def prepare(path: str, *, mode: int = 0o700, shared: bool = False) -> str:
     /tmp). One that is there keeps its mode. Raises NotOurs, OSError.
     """
     real = _make(path, mode)
+    # Also of one that was there: whoever made it may have been killed before this.
+    _sync_parent(real)
     found = os.stat(real)
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), real)
@@ -38,6 +41,21 @@ def prepare(path: str, *, mode: int = 0o700, shared: bool = False) -> str:
     if found.st_mode & stat.S_IWOTH and not shared:
         raise NotOurs(real, f"everybody may put files into {real}: take that right away")
     return real
+
+
+def sync(folder: str) -> None:
+    """Makes the names in a folder durable. Waits for the device."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_parent(path: str) -> None:
+    # One that we may not read was made by somebody else, with what leads to it.
+    with contextlib.suppress(PermissionError):
+        sync(os.path.dirname(path))
 
 
 def _make(path: str, mode: int) -> str:
@@ -62,6 +80,7 @@ def _make(path: str, mode: int) -> str:
             with contextlib.suppress(FileExistsError):  # another daemon starts beside us
                 os.mkdir(here, 0o700)
                 os.chmod(here, mode)
+                _sync_parent(here)
             found = os.lstat(here)
         if not stat.S_ISLNK(found.st_mode):
             at = here

@@ -191,7 +191,7 @@ class LmdbLedger:
             self._close_env()
             self._move_aside(str(reason))
             self._check()
-        _sync_folder(self._folder)
+        folders.sync(self._folder)
 
     def _check(self) -> None:
         """Opens the file and reads all of it; raises _Unusable."""
@@ -326,14 +326,6 @@ def _lock_folder(folder: str) -> int:
         os.close(fd)
         raise _start_error(f"cannot lock {path}: {error.strerror}") from error
     return fd
-
-
-def _sync_folder(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _start_error(detail: str) -> StartError:

@@ -189,15 +189,6 @@ class SystemCalls:
     fdatasync: Callable[[int], None] = os.fdatasync
 
 
-def sync_folder(folder: str) -> None:
-    """Makes the names in `folder` durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 # ---------------------------------------------------------------- real files
 
 

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from kvstore import folders
 from kvstore.model.reasons import Reason, StartError
-from kvstore.tiers.disk.files import Files, SegmentFiles, sync_folder
+from kvstore.tiers.disk.files import Files, SegmentFiles
 from kvstore.tiers.disk.folder import (
     ASIDE_FOLDER,
     FORMAT_FILE,
@@ -147,7 +147,7 @@ class DiskFolder:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(self._of(name), os.path.join(target, name))
         for folder in (target, os.path.dirname(target), self.path):
-            sync_folder(folder)
+            folders.sync(folder)
         log.error("disk tier set aside, starting cold: %s: kept as %s", reason, target)
 
     def aside_bytes(self) -> int:
@@ -198,15 +198,16 @@ class DiskFolder:
         for name in (SEGMENTS_FOLDER, INDEX_FOLDER):
             os.makedirs(self._of(name), mode=0o700, exist_ok=True)
         path = self._of(FORMAT_FILE)
-        if os.path.exists(path):
-            return
-        draft = f"{path}.new"
-        with open(draft, "wb", opener=_private) as file:
-            file.write(format_text(uuid.uuid4()))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-        sync_folder(self.path)
+        if not os.path.exists(path):
+            draft = f"{path}.new"
+            with open(draft, "wb", opener=_private) as file:
+                file.write(format_text(uuid.uuid4()))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        # Always: whoever made what is there may have been killed before it was durable.
+        for folder in (self._of(SEGMENTS_FOLDER), self._of(INDEX_FOLDER), self.path):
+            folders.sync(folder)
 
     def _asides(self) -> list[str]:
         """Names of set-asides, the youngest last."""

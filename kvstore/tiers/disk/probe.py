@@ -40,28 +40,34 @@ def examine(folder: str) -> str:
     """
     if reason := short(folder):
         return reason
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     try:
-        child = subprocess.run(
-            [sys.executable, "-m", __name__, folder],
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            check=False,
-        )
+        code, said = run(folder)
     except OSError as error:
         log.warning("the index in %s is opened unexamined: %s", folder, error.strerror)
         return ""
-    if child.returncode == 0:
+    if code == 0:
         return ""
-    if -child.returncode in _DEADLY:
-        return f"damaged-{signal.Signals(-child.returncode).name}"
-    lines = child.stdout.decode("ascii", "replace").split()
-    if child.returncode == _UNUSABLE and lines:
-        return lines[-1]
-    log.warning("the index in %s is opened unexamined: exit code %d", folder, child.returncode)
+    if -code in _DEADLY:
+        return f"damaged-{signal.Signals(-code).name}"
+    words = said.decode("ascii", "replace").split()
+    if code == _UNUSABLE and words:
+        return words[-1]
+    log.warning("the index in %s is opened unexamined: exit code %d", folder, code)
     return ""
+
+
+def run(folder: str) -> tuple[int, bytes]:
+    """The child's exit code, negative for a signal, and what it said. OSError: there is none."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    child = subprocess.run(
+        [sys.executable, "-m", __name__, folder],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    return child.returncode, child.stdout
 
 
 def short(folder: str) -> str:
