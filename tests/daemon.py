@@ -156,7 +156,8 @@ class Daemon:
             while select.select([self._ready_fd], [], [], max(0.0, end - time.monotonic()))[0]:
                 piece = os.read(self._ready_fd, 65536)
                 record += piece
-                if not piece:
+                # A wrapper may hold the descriptor, too, and then there is no end of it.
+                if not piece or record.endswith(b"\n"):
                     return record
         finally:
             self._close_ready_fd()
@@ -187,10 +188,22 @@ class Daemon:
     def kill(self) -> None:
         """SIGKILL: nothing is tidied up."""
         if self.alive:
+            for pid in self._wrapped():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self.signal(signal.SIGKILL)
             self.process.kill()
         self.process.wait(STOP_DEADLINE_S)
         self._close_ready_fd()
+
+    def _wrapped(self) -> list[int]:
+        """What a wrapper has started before it said who it is: some let it live on alone."""
+        if not self.argv_prefix or self.ready:
+            return []
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        with contextlib.suppress(OSError):
+            return [int(pid) for pid in path.read_text().split()]
+        return []
 
     def restart(self) -> Daemon:
         """Stops it if it runs, then starts it with the same settings."""

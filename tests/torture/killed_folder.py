@@ -43,7 +43,7 @@ class KilledFolder:
         self.oracle = Oracle(outcome)
         self.starts_s: list[float] = []
         self.roomy = len(capacities) == 1
-        self._capacities = capacities
+        self.capacities = capacities
         self._folder = job.folder / name
         self._folder.mkdir()
         self.disk_path = self._folder / "disk"
@@ -71,7 +71,7 @@ class KilledFolder:
 
     def choose_capacity(self, rng: random.Random) -> None:
         """For the next start."""
-        self.daemon.settings["disk.capacity_bytes"] = rng.choice(self._capacities)
+        self.daemon.settings["disk.capacity_bytes"] = rng.choice(self.capacities)
 
     def start(self) -> bool:
         """Until its index is loaded; a start that fails, or takes too long, is a failure."""
@@ -80,7 +80,7 @@ class KilledFolder:
             self.daemon.start()
             until_loaded(self.daemon, self.oracle)
         except (DaemonDied, AssertionError, Away) as error:
-            self.oracle.failed(f"the start failed: {_last_lines(str(error))}")
+            self.oracle.failed(f"the start failed: {last_lines(str(error))}")
             return False
         took_s = time.monotonic() - began
         self.starts_s.append(took_s)
@@ -97,7 +97,7 @@ class KilledFolder:
         """SIGTERM, after which it ends with 0."""
         code = self.daemon.stop()
         if code != 0:
-            self.oracle.failed(f"SIGTERM: it ended with {code}: {_last_lines(self.daemon.log())}")
+            self.oracle.failed(f"SIGTERM: it ended with {code}: {last_lines(self.daemon.log())}")
         self.oracle.restarted()
 
     def check(self, client: Client, prompts: Iterable[Prompt]) -> None:
@@ -135,5 +135,6 @@ def count_starts(outcome: Outcome, folders: Sequence[KilledFolder]) -> None:
         outcome.counts["start ms, longest"] = int(starts[-1] * 1e3)
 
 
-def _last_lines(text: str) -> str:
+def last_lines(text: str) -> str:
+    """The end of what a daemon wrote, in one line."""
     return " | ".join(text.strip().splitlines()[-LOG_LINES:])
