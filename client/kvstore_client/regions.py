@@ -106,6 +106,7 @@ class Memory:
         self._on_hangup = on_hangup
         self._changed = threading.Condition()
         self._sending = threading.Lock()
+        self._waking = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._seq = 1
         self._asked: dict[int, int] = {}  # seq -> region id, 0 for staging
@@ -366,7 +367,7 @@ class Memory:
             for held in self._closing.values():
                 held[:] = [region for region in held if not region.drop()]
         self._sock.close()
-        os.close(self._wake_fd)
+        self._close_wake_fd()
         if not self._stopping:
             self._on_hangup()
 
@@ -380,8 +381,9 @@ class Memory:
     def close(self) -> None:
         """Unmaps, tells the daemon, hangs up. Idempotent; waits for the watcher."""
         self._stopping = True
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake_fd, 1)
+        with self._waking:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -397,8 +399,16 @@ class Memory:
         if self._staging is not None:
             self._staging.gone = True
         self._sock.close()
-        with contextlib.suppress(OSError):
-            os.close(self._wake_fd)
+        # No thread but this one is left; the lock may have been held by another.
+        self._waking = threading.Lock()
+        self._close_wake_fd()
+
+    def _close_wake_fd(self) -> None:
+        """Once, and nobody writes to its number afterwards: another file may have it by then."""
+        with self._waking:
+            wake_fd, self._wake_fd = self._wake_fd, -1
+        if wake_fd >= 0:
+            os.close(wake_fd)
 
 
 def _unmapped(region_id: int) -> bytes:

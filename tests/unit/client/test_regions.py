@@ -244,6 +244,23 @@ def test_hang_up_drops_everything_by_itself(peer: Peer, region: shm.SharedRegion
     memory.close()
 
 
+def test_after_a_hang_up_close_writes_into_nobody_elses_file(peer: Peer) -> None:
+    memory = peer.memory()
+    number = memory._wake_fd
+    read_fd, write_fd = os.pipe2(os.O_NONBLOCK)
+    peer.hang_up()
+    assert peer.hangups.wait(WAIT_S)
+    os.dup2(write_fd, number)  # what the process opens next may get the number
+    try:
+        memory.close()
+        with pytest.raises(BlockingIOError):
+            os.read(read_fd, 64)
+        assert os.fstat(number).st_ino == os.fstat(write_fd).st_ino
+    finally:
+        for fd in (read_fd, write_fd, number):
+            os.close(fd)
+
+
 def test_views_outlive_a_hang_up_and_the_next_session_tells_of_them(
     peer: Peer, region: shm.SharedRegion
 ) -> None:
