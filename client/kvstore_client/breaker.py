@@ -35,7 +35,7 @@ class Breaker:
 
     @property
     def failures(self) -> int:
-        """Failures since the last success."""
+        """Failures since the last success, until it opened: an outage counts once."""
         return self._failures
 
     def succeeded(self) -> None:
@@ -49,14 +49,19 @@ class Breaker:
         """A call or a probe got no answer. Failures of calls that were under way when it opened do
         not put the probe off.
         """
-        self._failures += 1
         self.cause = cause
         if self._probe_at_ns is None:
+            self._failures += 1
             if self._failures >= self._failures_max:
                 self._probe_at_ns = now_ns + self._pause_ns
         elif now_ns >= self._probe_at_ns:
             self._pause_ns = min(2 * self._pause_ns, self._pause_max_ns)
             self._probe_at_ns = now_ns + self._pause_ns
+
+    def hasten(self, now_ns: int) -> None:
+        """There is a sign that the daemon is back: the next probe is due."""
+        if self._probe_at_ns is not None:
+            self._probe_at_ns = min(self._probe_at_ns, now_ns)
 
     def probe_in_ns(self, now_ns: int) -> int | None:
         """Until the next probe: 0 when it is due, None while closed."""

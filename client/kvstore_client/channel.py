@@ -64,15 +64,20 @@ _ANSWERS = frozenset(
 
 
 class CallFailed(Exception):
-    """A call got no answer, or a refusal. `outage`: the daemon gave no proper answer at all."""
+    """A call got no answer, or a refusal. `outage`: the daemon gave no proper answer at all;
+    `absent`: because nobody listens there.
+    """
 
-    def __init__(self, reason: Reason, detail: str = "", *, outage: bool = False) -> None:
+    def __init__(
+        self, reason: Reason, detail: str = "", *, outage: bool = False, absent: bool = False
+    ) -> None:
         super().__init__(reason, detail)
         if reason in (Reason.OK, Reason.HIT):
             reason = Reason.INTERNAL  # a failure that says so contradicts itself
         self.reason = reason
         self.detail = detail or reason.text
         self.outage = outage
+        self.absent = absent
 
 
 class AttachStream(Protocol):
@@ -109,6 +114,9 @@ class Transport(Protocol):
 
     def dial_memory(self, timeout_s: float) -> socket.socket:
         """A connected fd socket. Raises OSError."""
+
+    def absent(self) -> bool:
+        """Whether nobody listens there. Costs next to nothing, and no call."""
 
     def break_off(self) -> None:
         """Ends the calls that are under way: they fail. It stays usable."""
@@ -197,10 +205,17 @@ class GrpcTransport:
             self._connected(self._path, KNOCK_TIMEOUT_S).close()
         except (FileNotFoundError, ConnectionRefusedError, PermissionError) as error:
             raise CallFailed(
-                Reason.UNAVAILABLE, f"{self._path}: {error.strerror}", outage=True
+                Reason.UNAVAILABLE, f"{self._path}: {error.strerror}", outage=True, absent=True
             ) from None
         except OSError:
             pass  # a full backlog: gRPC will say it
+
+    def absent(self) -> bool:
+        try:
+            self._knock()
+        except CallFailed:
+            return True
+        return False
 
     @staticmethod
     def _connected(path: str, timeout_s: float) -> socket.socket:

@@ -14,9 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -27,6 +25,7 @@ from kvstore_client.breaker import Breaker
 from kvstore_client.channel import AttachStream, CallFailed, Transport
 from kvstore_client.config import ClientConfig
 from kvstore_client.regions import Memory
+from kvstore_client.releases import Release, Releases, request_of
 from kvstore_client.session import (
     NS_PER_MS,
     Clock,
@@ -42,25 +41,16 @@ log = logging.getLogger(__name__)
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
-RELEASES_MAX = 100_000
-RELEASES_PER_CALL = 1_000
 RELEASE_TIMEOUT_S = 1.0
-RELEASE_LINGER_NS = 5 * NS_PER_MS
-"""Releases of calls that follow closely go together: each alone costs as much as the next call."""
 DETACH_TIMEOUT_S = 0.2
 PROBE_TIMEOUT_S = 0.5
 STUMBLE_PAUSE_S = 0.5
+KNOCKS_PER_RETRY = 5
+"""While nobody listens, that is found out so often between two attempts to connect."""
 OUTAGE_TIMEOUT_S_MIN = 0.1
 """A call that was given less says nothing about the daemon when it runs out of time."""
 
 Reply = TypeVar("Reply", bound=Message)
-
-
-@dataclass(frozen=True, slots=True)
-class _Release:
-    session: Session
-    lease_id: int
-    report: pb.LoadReport | None
 
 
 class Link:
@@ -83,9 +73,10 @@ class Link:
         self._previous: tuple[bytes, Memory] | None = None
         self._wanted = False
         self._attempts = 0
+        self._knock_ns = config.breaker_retry_ms * NS_PER_MS // KNOCKS_PER_RETRY
+        self._knock_at_ns = 0
         self._failure = CallFailed(Reason.UNAVAILABLE, "not connected", outage=True)
-        self._releases: deque[_Release] = deque(maxlen=RELEASES_MAX)
-        self._release_at_ns = 0
+        self._releases = Releases()
         self._retired: list[Session] = []
         self._connecting: Transport | None = None
         self._abandoned: list[Transport] = []
@@ -168,11 +159,10 @@ class Link:
     def release(self, session: Session, lease_id: int, report: pb.LoadReport | None = None) -> None:
         """Ends a lease of either kind, some time soon. Never waits."""
         with self._changed:
-            if session is self._session and not self._closed:
-                if not self._releases:
-                    self._release_at_ns = self._clock() + RELEASE_LINGER_NS
-                    self._wake()
-                self._releases.append(_Release(session, lease_id, report))
+            if session is not self._session or self._closed:
+                return
+            if self._releases.add(Release(session, lease_id, report), self._clock()):
+                self._wake()
 
     def lost(self, session: Session) -> None:
         """The session is over: its maps, leases, spaces are void. The next call makes another."""
@@ -193,10 +183,12 @@ class Link:
             if self._breaker.failures:
                 self._succeeded()
         elif failure.reason is not Reason.DEADLINE_EXCEEDED or timeout_s >= OUTAGE_TIMEOUT_S_MIN:
-            self._failed(failure)
+            self._failed(failure, session)
 
-    def _failed(self, failure: CallFailed) -> None:
+    def _failed(self, failure: CallFailed, session: Session | None = None) -> None:
         with self._changed:
+            if session is not None and session is not self._session:
+                return  # its end is known, and says nothing about the daemon of now
             self._failure = failure
             self._breaker.failed(failure.reason, self._clock())
             if self._breaker.is_open:
@@ -241,17 +233,21 @@ class Link:
                 self._changed.wait(self._pause_s())
             retired, self._retired = self._retired, []
             closed = self._closed
-            probe = self._breaker.probe_in_ns(self._clock()) == 0
+            now_ns = self._clock()
+            probe = self._breaker.probe_in_ns(now_ns) == 0
+            knock = self._knock_in_ns(now_ns) == 0 and not probe
             connect = self._session is None and (probe or self._wanted)
             session = self._session
-            due = self._releases_due() and not self._breaker.is_open
-            batch = self._next_releases() if due else []
+            due = self._releases.due_in_ns(now_ns) == 0 and not self._breaker.is_open
+            batch = self._releases.take(session) if due else []
         for over in retired:
             end_session(over)
         if closed:
             return False
         if connect:
             self._connect()
+        elif knock:
+            self._knock()
         elif probe and session is not None:
             self._probe(session)
         if batch:
@@ -261,19 +257,39 @@ class Link:
     def _has_work(self) -> bool:
         if self._closed or self._retired:
             return True
+        now_ns = self._clock()
         if self._breaker.is_open:
-            return self._breaker.probe_in_ns(self._clock()) == 0
-        return self._releases_due() or (self._wanted and self._session is None)
-
-    def _releases_due(self) -> bool:
-        return bool(self._releases) and self._clock() >= self._release_at_ns
+            return self._breaker.probe_in_ns(now_ns) == 0 or self._knock_in_ns(now_ns) == 0
+        wanted = self._wanted and self._session is None
+        return wanted or self._releases.due_in_ns(now_ns) == 0
 
     def _pause_s(self) -> float | None:
         """Until something is due by itself."""
-        pause_ns = self._breaker.probe_in_ns(self._clock())
-        if pause_ns is None and self._releases:
-            pause_ns = max(0, self._release_at_ns - self._clock())
+        now_ns = self._clock()
+        pause_ns = self._breaker.probe_in_ns(now_ns)
+        if pause_ns is None:
+            pause_ns = self._releases.due_in_ns(now_ns)
+        knock_ns = self._knock_in_ns(now_ns)
+        if pause_ns is not None and knock_ns is not None:
+            pause_ns = min(pause_ns, knock_ns)
         return None if pause_ns is None else pause_ns / 1e9
+
+    def _knock_in_ns(self, now_ns: int) -> int | None:
+        """Until it is time to see whether somebody listens again; None: not what is waited for."""
+        if not (self._breaker.is_open and self._failure.absent and self._session is None):
+            return None
+        return max(0, self._knock_at_ns - now_ns)
+
+    def _knock(self) -> None:
+        """A daemon that is back is found at once, however long it was away."""
+        transport = self._open_transport()
+        absent = transport.absent()
+        transport.close()
+        with self._changed:
+            now_ns = self._clock()
+            self._knock_at_ns = now_ns + self._knock_ns
+            if not absent:
+                self._breaker.hasten(now_ns)
 
     def _connect(self) -> None:
         session: Session | None = None
@@ -376,31 +392,14 @@ class Link:
 
     # ---------------------------------------------------------------- releases
 
-    def _next_releases(self) -> list[_Release]:
-        """Under the lock: those of the current session; leases of another one are void."""
-        batch: list[_Release] = []
-        while self._releases and len(batch) < RELEASES_PER_CALL:
-            release = self._releases.popleft()
-            if release.session is self._session:
-                batch.append(release)
-        return batch
-
-    def _send_releases(self, batch: list[_Release]) -> None:
-        session = batch[0].session
-        request = pb.ReleaseRequest(
-            session=session.secret,
-            lease_ids=[release.lease_id for release in batch],
-            reports=[release.report for release in batch if release.report is not None],
-        )
+    def _send_releases(self, batch: list[Release]) -> None:
+        request = request_of(batch)
         try:
-            self.call(session, "Release", request, pb.ReleaseReply, RELEASE_TIMEOUT_S)
+            self.call(batch[0].session, "Release", request, pb.ReleaseReply, RELEASE_TIMEOUT_S)
         except CallFailed as failure:
-            if failure.outage:
-                # A view's lease has no deadline: say it again, when the daemon is back.
+            if failure.outage or failure.reason.is_retryable:
                 with self._changed:
-                    self._releases.extendleft(
-                        _Release(one.session, one.lease_id, None) for one in reversed(batch)
-                    )
+                    self._releases.put_back(batch, self._clock())
 
     # ---------------------------------------------------------------- end and forks
 
@@ -411,24 +410,18 @@ class Link:
                 return
             self._closed = True
             session, self._session = self._session, None
-            batch = [one for one in self._releases if one.session is session and one.report]
-            self._releases.clear()
+            batch = self._releases.end(session)
             self._changed.notify_all()
         if session is not None:
-            self._say_goodbye(session, batch[-RELEASES_PER_CALL:])
+            self._say_goodbye(session, batch)
             end_session(session)
 
-    def _say_goodbye(self, session: Session, batch: list[_Release]) -> None:
+    def _say_goodbye(self, session: Session, batch: list[Release]) -> None:
         with contextlib.suppress(CallFailed):
             if self._breaker.is_open:
                 return
             if batch:
-                request = pb.ReleaseRequest(
-                    session=session.secret,
-                    lease_ids=[one.lease_id for one in batch],
-                    reports=[one.report for one in batch if one.report is not None],
-                )
-                data = request.SerializeToString()
+                data = request_of(batch).SerializeToString()
                 session.transport.unary("Release", data, DETACH_TIMEOUT_S)
             request_data = pb.DetachRequest(session=session.secret).SerializeToString()
             session.transport.unary("Detach", request_data, DETACH_TIMEOUT_S)

@@ -146,6 +146,9 @@ class FakeTransport:
         sock.settimeout(timeout_s)
         return sock
 
+    def absent(self) -> bool:
+        return False
+
     def break_off(self) -> None:
         """Nothing is under way for long."""
 

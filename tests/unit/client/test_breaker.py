@@ -48,6 +48,26 @@ def test_calls_that_were_under_way_do_not_put_the_probe_off() -> None:
     assert one.probe_in_ns(FIRST_PAUSE_NS) == 0
 
 
+def test_an_outage_counts_once() -> None:
+    one = breaker(failures=2)
+    for now_ms in range(0, 1_000, 10):
+        one.failed(Reason.UNAVAILABLE, now_ms * MS)
+    assert one.failures == 2
+
+
+def test_a_sign_of_life_makes_the_probe_due() -> None:
+    one = breaker(failures=1)
+    one.hasten(0)
+    assert not one.is_open
+    for now_ns in (0, 50 * MS, 150 * MS):
+        one.failed(Reason.UNAVAILABLE, now_ns)
+    assert one.probe_in_ns(151 * MS) == 199 * MS
+    one.hasten(151 * MS)
+    assert one.probe_in_ns(151 * MS) == 0
+    one.hasten(10**12)
+    assert one.probe_in_ns(151 * MS) == 0
+
+
 def test_success_closes_it_and_starts_anew() -> None:
     one = breaker(failures=1)
     for now_ns in (0, 50 * MS, 150 * MS):

@@ -126,6 +126,65 @@ def test_failures_of_calls_open_the_breaker_and_a_probe_keeps_the_session(
     case.link.close()
 
 
+class Knocked(FakeTransport):
+    """A connection to a socket on which somebody listens only while `there`."""
+
+    there = True
+    knocks = 0
+
+    def absent(self) -> bool:
+        Knocked.knocks += 1
+        return not Knocked.there
+
+    def attach(self, request: bytes, timeout_s: float | None) -> Any:
+        if not Knocked.there:
+            raise CallFailed(Reason.UNAVAILABLE, outage=True, absent=True)
+        return super().attach(request, timeout_s)
+
+
+def test_a_daemon_that_listens_again_is_found_between_two_attempts(store: FakeStore) -> None:
+    Knocked.there = False
+    clock = FakeClock()
+    config = ClientConfig(breaker_failures=1, breaker_retry_ms=1_000_000)
+    link = Link(config, ATTACH, lambda: Knocked(store.answer, store.dial), clock)
+
+    def turn(until: Callable[[], bool]) -> None:
+        with link._changed:
+            link._changed.notify_all()
+            assert link._changed.wait_for(until, 10)
+
+    deadline = Deadline(clock() + MINUTE_NS, clock)
+    with pytest.raises(CallFailed):
+        link.session(deadline)
+    for attempts in range(2, 12):  # by now the pause between attempts is 51.2 s
+        pause_ns = link._breaker.probe_in_ns(clock())
+        assert pause_ns is not None
+        clock.now_ns += pause_ns
+        turn(lambda attempts=attempts: link._attempts == attempts)  # type: ignore[misc]
+    clock.advance(20.0)
+    Knocked.there = True
+    link._knock_at_ns = 0
+    turn(lambda: link._session is not None)
+    assert not link._breaker.is_open
+    assert Knocked.knocks >= 1
+    link.close()
+
+
+def test_calls_of_a_session_that_is_over_say_nothing_about_the_daemon(store: FakeStore) -> None:
+    case = Case(store, breaker_failures=1)
+    first = case.session()
+
+    def hang_up(request: Any) -> Any:
+        case.link.lost(first)  # as the fd socket's thread does
+        return grpc.StatusCode.UNAVAILABLE
+
+    case.wrong["Lookup"] = hang_up
+    assert case.reason(lambda: case.lookup(first)) is Reason.UNAVAILABLE
+    del case.wrong["Lookup"]
+    assert case.session() is not first
+    case.link.close()
+
+
 def test_a_call_with_hardly_any_time_says_nothing_about_the_daemon(store: FakeStore) -> None:
     case = Case(store, breaker_failures=1)
     session = case.session()
@@ -214,6 +273,25 @@ def test_releases_wait_for_a_daemon_that_is_away(store: FakeStore) -> None:
     with case.link._changed:
         case.link._changed.notify_all()
     assert store.wait(lambda s: not s.leases)
+    case.link.close()
+
+
+def test_a_release_that_was_refused_for_want_of_room_is_said_again(store: FakeStore) -> None:
+    case = Case(store)
+    session = case.session()
+    refusals = [refusal(Reason.LIMIT_QUEUE)] * 2
+    case.wrong["Release"] = lambda request: (
+        refusals.pop() if refusals else store.answer("Release", request)
+    )
+    store.leases.add(5)
+    case.link.release(session, 5)
+    while store.leases:
+        case.clock.advance(1.0)
+        with case.link._changed:
+            case.link._changed.notify_all()
+        store.wait(lambda s: not s.leases, 0.01)
+    assert refusals == []
+    assert not case.link._breaker.is_open
     case.link.close()
 
 
