@@ -16,7 +16,7 @@ from kvstore.model.values import SpaceRow
 from kvstore.policy.links import Link
 from kvstore.tiers.base import Archive, ArchiveStats
 
-READERS = 4
+READERS = 8
 """Loads that a device serves at one time, at most: so many share its bandwidth."""
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import array
 import os
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ _CHUNK_ROWS = 1 << 16
 _SECRET_BYTES = 16 * NAME_WORDS
 _GROWTH = 1.5
 _ROWS_MIN = 1_024
+_SPACE = struct.Struct("=Q")
 
 RowNumbers = NDArray[np.int64]
 
@@ -133,9 +135,27 @@ class Catalog:
         return found
 
     def get(self, space_id: int, key: bytes) -> Entry | None:
-        """Where the block is."""
-        row = int(self.find(space_id, (key,))[0])
-        return None if row == NO_ROW else self.entries((row,))[0]
+        """Where the block is. ValueError for a key of another length."""
+        # As `entries` of what `find` gives, in a sixth of the time: every read asks.
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key is not {KEY_BYTES} bytes long")
+        if space_id in self._dropped:
+            return None
+        view, columns = self._view, self._columns
+        name = _SPACE.pack(space_id) + key
+        row = view.table.find_one(name, self._hash.one(name), view.names)
+        if row == NO_ROW:
+            return None
+        segment, slot = columns.places[row].tolist()
+        return Entry(
+            row,
+            segment,
+            slot,
+            int(columns.generations[row]),
+            int(columns.lengths[row]),
+            columns.checksums[row].tobytes(),
+            int(columns.depths[row]),
+        )
 
     def entries(self, rows: Sequence[int] | RowNumbers) -> list[Entry]:
         """What is known of each row number. KeyError if one names no block."""

@@ -21,7 +21,7 @@ FAILURES_IN_A_ROW = 4
 """So many failed reads, with no good one in between, are the device's trouble, not a block's."""
 STALL_NS = 2_000_000_000
 STALLED_MAX = 2
-"""So many hanging reads leave too few threads for others."""
+"""So many reads that hang are the device's trouble: others would only wait behind them."""
 
 WARN_SHARE = 0.8
 HOUR_S = 3_600

@@ -10,6 +10,8 @@ One thread changes a table; others may probe it meanwhile. Used by the catalog a
 from __future__ import annotations
 
 import mmap
+import operator
+import struct
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ _DIGITS = 2 * NAME_WORDS
 _EMPTY = np.uint32(0xFFFFFFFF)
 _GONE = np.uint32(0xFFFFFFFE)
 ROWS_MAX = int(_GONE)
+_NAME_DIGITS = struct.Struct(f"={_DIGITS}I")
+_HASH_MAX = (1 << 64) - 1
 
 SIZE_MIN = 1 << 10
 FILL_MAX = 0.6
@@ -44,11 +48,17 @@ def zeros(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 class Hash:
     """A hash function: 64 bits of each name."""
 
-    __slots__ = ("_multipliers",)
+    __slots__ = ("_factors", "_multipliers")
 
     def __init__(self, secret: bytes) -> None:
         """secret: 80 random bytes."""
         self._multipliers = np.frombuffer(secret, "<u8", count=_DIGITS).astype(np.uint64)
+        self._factors: list[int] = self._multipliers.tolist()
+
+    def one(self, name: bytes) -> int:
+        """The same of one name, as it lies in memory."""
+        hashed: int = sum(map(operator.mul, _NAME_DIGITS.unpack(name), self._factors))
+        return hashed & _HASH_MAX
 
     def __call__(self, names: Names) -> NDArray[np.uint64]:
         """u64 [n] of u64 [n, 5]; the high bits are the good ones."""
@@ -60,7 +70,7 @@ class Hash:
 class HashTable:
     """One array of row numbers. `names` maps row numbers to names and only grows at its end."""
 
-    __slots__ = ("_mask", "_shift", "gone", "size", "slots", "used")
+    __slots__ = ("_mask", "_shift", "_shift_bits", "gone", "size", "slots", "used")
 
     def __init__(self, rows: int) -> None:
         """Room for `rows` rows before it has to be rebuilt."""
@@ -68,7 +78,8 @@ class HashTable:
         while rows > self.size * _FILL_NEW_MAX:
             self.size *= 2
         self._mask = self.size - 1
-        self._shift = np.uint64(64 - (self.size.bit_length() - 1))
+        self._shift_bits = 64 - (self.size.bit_length() - 1)
+        self._shift = np.uint64(self._shift_bits)
         self.slots: NDArray[np.uint32] = zeros(self.size, np.uint32)
         self.slots.fill(_EMPTY)
         self.used = 0
@@ -93,6 +104,15 @@ class HashTable:
             left, wanted = left[onward], wanted[onward]
             position = (position[onward] + 1) & self._mask
         return found
+
+    def find_one(self, name: bytes, hashed: int, names: Names) -> int:
+        """The same for one name, as it lies in memory: a quarter of the time."""
+        slots, position = self.slots, hashed >> self._shift_bits
+        while (row := int(slots[position])) != _EMPTY:
+            if row < _GONE and names[row].tobytes() == name:
+                return row
+            position = (position + 1) & self._mask
+        return -1
 
     def add(self, rows: Rows, hashed: NDArray[np.uint64]) -> None:
         """Enters rows whose names are not there, all different; `has_room` for them."""

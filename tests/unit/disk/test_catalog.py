@@ -72,6 +72,23 @@ def test_spaces_do_not_meet_and_every_bit_of_a_key_counts(catalog: Catalog) -> N
     assert catalog.get(1, key(1)) is not None
 
 
+def test_one_is_found_as_many_are(catalog: Catalog) -> None:
+    chance = Random(11)
+    for step in range(3_000):
+        catalog.put(step % 3, key(step), row(step, generation=step + 1))
+        if step % 2:
+            gone = chance.randrange(step)
+            catalog.remove([n for n in catalog.find(gone % 3, [key(gone)]).tolist() if n != NO_ROW])
+    for space in range(3):
+        names = [key(number) for number in range(3_100)]
+        for name, number in zip(names, catalog.find(space, names).tolist(), strict=True):
+            assert catalog.get(space, name) == (
+                catalog.entries([number])[0] if number >= 0 else None
+            )
+    with pytest.raises(ValueError, match="32 bytes"):
+        catalog.get(0, b"short")
+
+
 def test_put_refuses_what_is_known_and_changes_nothing(catalog: Catalog) -> None:
     catalog.put(1, key(1), row(1))
     fresh = IndexRow(1, key(2), row(2))
