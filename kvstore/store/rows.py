@@ -1,8 +1,8 @@
 """Durable rows on their way to the ledger: written in batches by a worker thread, answered by
 ticket. On the event loop's thread.
 
-A row that could not be written is kept and written with the next ones: what was decided holds, and
-an operator who decides it once more learns whether it is durable by then.
+A row that could not be written is kept, and tried again by itself and with the next ones: what was
+decided holds, and an operator who decides it once more learns whether it is durable by then.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from kvstore.core.effects import Persist
 from kvstore.ledger import Ledger
 
 log = logging.getLogger(__name__)
+
+RETRY_S = 2.0
+"""Between two tries to write what was kept."""
+SAY_AGAIN_S = 60.0
 
 
 class Rows:
@@ -30,6 +34,7 @@ class Rows:
         self._failed: set[int] = set()
         self._waiting: dict[int, asyncio.Future[bool]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._retry_at_s = self._say_at_s = 0.0
 
     @property
     def busy(self) -> bool:
@@ -44,6 +49,13 @@ class Rows:
         """Begins to write what is queued, unless a writer is at it."""
         if self._queue and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._write())
+
+    def retry(self) -> None:
+        """Begins to write what was kept, if that was not tried just now. Called now and then."""
+        if self._kept and self._task is None:
+            loop = asyncio.get_running_loop()
+            if loop.time() >= self._retry_at_s:
+                self._task = loop.create_task(self._write())
 
     async def durable(self, ticket: int, wait_ns: int) -> bool:
         """Waits until every row with this ticket is written; with ticket 0 (no new row), until all
@@ -65,6 +77,8 @@ class Rows:
     async def settled(self, wait_ns: int) -> bool:
         """Waits until all rows that were added are written. False as for `durable`."""
         self.start()
+        if self._kept and self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._write())
         if self._task is not None:
             await asyncio.wait((self._task,), timeout=wait_ns / 1e9)
         return self._ledger.durable and self._task is None and not (self._queue or self._kept)
@@ -79,9 +93,10 @@ class Rows:
                 try:
                     await loop.run_in_executor(None, self._ledger.put_many, changes)
                     self._kept = {}
-                except OSError:
-                    log.exception("writing %d rows failed: see the setting state.path", len(rows))
+                except OSError as error:
+                    self._say(len(rows), error, loop.time())
                     self._kept = rows
+                    self._retry_at_s = loop.time() + RETRY_S
                     self._failed.update(row.ticket for row in batch)
                 for row in batch:
                     self._written(row.ticket)
@@ -89,6 +104,13 @@ class Rows:
                     return
         finally:
             self._task = None
+
+    def _say(self, count: int, error: OSError, now_s: float) -> None:
+        if now_s >= self._say_at_s:
+            self._say_at_s = now_s + SAY_AGAIN_S
+            log.error(
+                "writing %d rows failed, tried again: see the setting state.path: %s", count, error
+            )
 
     def _written(self, ticket: int) -> None:
         self._on_written(ticket)

@@ -103,6 +103,7 @@ class Store:
         """Expires what is due. Called by the daemon every few tens of milliseconds."""
         self.core.tick(self.clock.monotonic_ns())
         self._regions.retry()
+        self._rows.retry()
         self._mover.relieve()
         self.core.save_ahead(False, self.clock.monotonic_ns())
         self._run()

@@ -195,8 +195,11 @@ class Stand:
     def pass_time(self, elapsed_ns: int) -> None:
         """Time goes on; what is due expires."""
         self.clock.advance_ns(elapsed_ns)
-        self.store.tick()
+        self.run(self._tick())
         self.settle()
+
+    async def _tick(self) -> None:
+        self.store.tick()
 
     def decide(self, command: Callable[[], Result]) -> Result:
         """An operator's command to the core, and what it leaves to do."""

@@ -59,6 +59,37 @@ def test_a_row_that_cannot_be_written_is_not_durable_and_is_not_lost(
         assert floors(ledger) == {"model": 3}
 
 
+def test_what_was_kept_is_written_by_itself_once_the_ledger_works_again() -> None:
+    ledger = FlakyLedger()
+    with Stand(ledger=ledger) as stand:
+        ledger.broken = True
+        assert not set_epoch(stand, 3)
+        tried = ledger.calls
+        for _ in range(20):
+            stand.pass_time(100 * MS)
+        assert ledger.calls == tried + 1, "every two seconds, not at every tick"
+        ledger.broken = False
+        for _ in range(20):
+            stand.pass_time(100 * MS)
+        assert floors(ledger) == {"model": 3}
+        assert not stand.busy()
+
+
+def test_a_durable_commit_works_again_with_the_ledger() -> None:
+    ledger = FlakyLedger()
+    with Stand(ledger=ledger) as stand:
+        ledger.broken = True
+        assert not set_epoch(stand, 3)
+
+        async def settled() -> bool:
+            return await stand.store._rows.settled(SECOND)
+
+        assert not stand.run(settled())
+        ledger.broken = False
+        assert stand.run(settled()), "without another row that takes them along"
+        assert floors(ledger) == {"model": 3}
+
+
 def test_what_was_kept_is_written_with_the_next_row() -> None:
     ledger = FlakyLedger()
     with Stand(ledger=ledger) as stand:
