@@ -42,6 +42,8 @@ _CLOEXEC = socket.MSG_CMSG_CLOEXEC
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 # Numbers of the Linux ABI that Python's modules do not have.
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 _MFD_NOEXEC_SEAL = 0x0008
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
@@ -189,6 +191,26 @@ class MappedRegion:
         """
         self._root = None
         return not self._finalizer.alive
+
+    def withdraw(self) -> None:
+        """Closes, and lets go of the shared bytes although views still live: from now on they show
+        zeros of this process alone, and what is written through them goes there.
+
+        OSError (ENOMEM) if there is no room for it.
+        """
+        self._root = None
+        held = self._finalizer.peek()  # while it is held nobody unmaps
+        mapping = self._mapping
+        if held is None or not mapping.here:
+            return
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        address = _mmap(mapping.address, mapping.length, protection, flags, -1, 0)
+        if address != mapping.address:
+            number = ctypes.get_errno()
+            raise OSError(number, f"mmap of {mapping.length} bytes: {os.strerror(number)}")
+        if mapping.only_in_pid:
+            _advise(mapping.address, mapping.length, mmap.MADV_DONTFORK)
 
     def trim(self, total_bytes: int) -> None:
         """Makes the region end at `total_bytes`: its maker has cut the file there."""

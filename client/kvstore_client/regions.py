@@ -4,8 +4,9 @@ them.
 One `Memory` belongs to one session. Its thread speaks on the fd socket: it maps what the daemon
 hands over, faults it in ahead in pieces, unmaps what the daemon closes and says so, and drops
 everything by itself when the socket hangs up, whether or not anybody calls the client. A region
-that is being copied or viewed stays in place until that is over; nothing is read from it as valid
-after `alive` is False or a slot's generation has changed.
+that is being copied or viewed stays in place until that is over, but not for ever: zeros take its
+place when the client closes, or `KEPT_S` after the daemon has closed it. Nothing is read from it as
+valid after `alive` is False or a slot's generation has changed.
 
 Descriptors are closed as soon as they are mapped. What the daemon says is checked: a region whose
 file is shorter, not sealed against shrinking, or laid out impossibly is refused (it could kill the
@@ -20,6 +21,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -40,6 +42,8 @@ log = logging.getLogger(__name__)
 POPULATE_BYTES = 32 << 20
 """Faulted in at a time, some 10 ms: the socket is looked at in between."""
 CLOSING_POLL_MS = 50
+KEPT_S = 5.0
+"""No lease holds a region that the daemon has closed: an array that is kept longer is no view."""
 AHEAD_REGIONS = 4
 FRAME_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 1.0
@@ -72,6 +76,10 @@ class Region:
         self.generations = np.empty(0, np.uint64)
         return self.memory.close()
 
+    def withdraw(self) -> None:
+        """Gives the memory up whoever holds it: no generation in it is right any more."""
+        self.memory.withdraw()
+
 
 class Staging:
     """The session's staging region, mapped for writing; not inherited by forked children."""
@@ -87,6 +95,10 @@ class Staging:
     def drop(self) -> bool:
         self.gone = True
         return self.memory.close()
+
+    def withdraw(self) -> None:
+        """Gives the memory up: what a slow writer still writes goes nowhere."""
+        self.memory.withdraw()
 
 
 class Memory:
@@ -117,6 +129,7 @@ class Memory:
         self._untouched: deque[tuple[shm.MappedRegion, int, bool]] = deque()
         # By region; an empty list is unmapped already and has to be told.
         self._closing: dict[int, list[Region | Staging]] = left
+        self._kept_until: dict[int, float] = {}
         self._stopping = False
         self.alive = True
         self._thread = threading.Thread(target=self._watch, name="kvstore-memory", daemon=True)
@@ -319,12 +332,18 @@ class Memory:
         self._finish_closing()
 
     def _finish_closing(self) -> bool:
-        """Tells the daemon what nobody here views or copies any more. True if it told anything."""
+        """Tells the daemon what nobody here views or copies any more, or for too long. True if it
+        told anything.
+        """
         told = False
+        now_s = time.monotonic()
         for region_id, held in list(self._closing.items()):
             held[:] = [region for region in held if not region.drop()]
+            until_s = self._kept_until.setdefault(region_id, now_s + KEPT_S)
+            if held and (self._stopping or now_s >= until_s):
+                _withdraw(held)
             if not held:
-                del self._closing[region_id]
+                del self._closing[region_id], self._kept_until[region_id]
                 self._send(_unmapped(region_id))
                 told = True
         return told
@@ -409,6 +428,16 @@ class Memory:
             wake_fd, self._wake_fd = self._wake_fd, -1
         if wake_fd >= 0:
             os.close(wake_fd)
+
+
+def _withdraw(held: list[Region | Staging]) -> None:
+    while held:
+        try:
+            held[-1].withdraw()
+        except OSError as error:
+            log.warning("kvstore: region %d cannot be given back yet: %s", held[-1].id, error)
+            return
+        held.pop()
 
 
 def _unmapped(region_id: int) -> bytes:

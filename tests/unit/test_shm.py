@@ -232,6 +232,33 @@ def test_a_view_keeps_the_mapping(
     assert region.close()
 
 
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_withdrawn_region_lets_go_under_its_views(
+    region: SharedRegion, request: pytest.FixtureRequest, writable: bool
+) -> None:
+    other = shm.map_region(region.fd, TOTAL, writable=writable, populate=True)
+    if writable:
+        shm.dontfork(other)
+    view, name = other.u8[5:], name_of(request)
+    assert len(re.findall(name, maps(name))) == 2
+    for _ in range(2):
+        other.withdraw()
+        assert len(re.findall(name, maps(name))) == 1
+    assert not view.any()
+    if writable:
+        view[:] = 1
+    else:
+        assert not view.flags.writeable
+    assert (region.map.u8 == PATTERN).all()
+    assert not other.close(), "the zeros go with the last view"
+    with pytest.raises(ValueError, match="closed"):
+        _ = other.u8
+    del view
+    gc.collect()
+    assert other.close()
+    other.withdraw()  # nothing is left: another mapping may be at its address
+
+
 def test_a_closed_region_gives_no_views(region: SharedRegion) -> None:
     kept = region.map.u8
     region.close()

@@ -226,6 +226,45 @@ def test_an_unmap_is_answered_when_nobody_looks_any_more(
     memory.close()
 
 
+def test_what_is_kept_for_too_long_shows_zeros_and_is_given_back(
+    peer: Peer, region: shm.SharedRegion
+) -> None:
+    before = mapped("test-region")
+    peer.add(3, region)
+    memory = peer.memory()
+    one = memory.region(3, WAIT_S)
+    kept, generations = one.slots2d, one.generations
+    peer.unmap(3)
+    peer.unmap(77)  # not ours: answered when 3 was looked at
+    assert peer.wait(lambda: peer.unmapped == [77])
+    assert int(kept[2, 0]) == 2
+    memory._kept_until[3] = 0.0
+    assert peer.wait(lambda: peer.unmapped == [77, 3])
+    assert mapped("test-region") == before
+    assert not kept.any(), "in place, but not the daemon's memory"
+    assert not generations.any(), "and no generation is right"
+    memory.close()
+
+
+def test_close_gives_back_what_is_still_viewed(peer: Peer, region: shm.SharedRegion) -> None:
+    before = mapped("test-region")
+    staging = shm.create_region(8192, "test-region")
+    staging.seal(shm.STAGING_SEALS)
+    peer.add(3, region)
+    peer.staging = (9, staging.total_bytes, staging.fd)
+    memory = peer.memory()
+    kept = memory.region(3, WAIT_S).slots2d
+    written = memory.staging(9, WAIT_S).memory.u8
+    written[:] = 7
+    memory.close()
+    assert peer.wait(lambda: sorted(peer.unmapped) == [3, 9])
+    assert mapped("test-region") == before + 1, "only the daemon's own"
+    assert not kept.any()
+    written[:] = 1  # a slow writer
+    assert (staging.map.u8 == 7).all()
+    staging.close()
+
+
 def test_hang_up_drops_everything_by_itself(peer: Peer, region: shm.SharedRegion) -> None:
     before = mapped("test-region")
     peer.add(3, region)
