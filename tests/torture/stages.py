@@ -20,8 +20,9 @@ _PLACES: tuple[tuple[str, str, str], ...] = (
     ("I", "schedules", "Schedules"),
     ("J", "mini_soak", "MiniSoak"),
     ("K", "gates", "Gates"),
+    ("L", "books", "Books"),
 )
-"""Letter (reliability), module in this package, class."""
+"""Letter, module in this package, class."""
 
 
 def load() -> dict[str, Stage]:
