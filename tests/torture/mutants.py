@@ -206,19 +206,19 @@ MUTANTS: tuple[Mutant, ...] = (
         "ttl-by-the-wall",
         "deadlines follow the wall clock",
         _ttl_by_the_wall,
-        ("H", "K"),
+        ("L",),
     ),
     Mutant(
         "ttl-never-fires",
         "no lease and no reservation ever ends by itself",
         _ttl_never_fires,
-        ("H", "G"),
+        ("L", "H"),
     ),
     Mutant(
         "hits-counted-twice",
         "the metrics say more hits than there were",
         _hits_counted_twice,
-        ("K", "G"),
+        ("L",),
     ),
     Mutant(
         "no-deadline",
