@@ -57,18 +57,21 @@ def command(
     check_socket(path, "--socket")
     fingerprint = bench_fingerprint(block_kib << 10)
     block_bytes = bytes_of(fingerprint)
-    client = Client(f"unix:{path}", engine_id="kvstore bench")
-    try:
-        result = _run(client, fingerprint, blocks, block_bytes, rounds, quiet=daemon.as_json)
-    except Refused as error:
-        raise NotSo(str(error)) from error
-    finally:
-        client.close()
-        with daemon.admin() as admin:
-            request = pb.InvalidateRequest(
-                model_name=fingerprint.identity.model_name, why="the end of a bench"
-            )
-            admin.Invalidate(request, timeout=daemon.timeout_s)
+    drop = pb.InvalidateRequest(
+        model_name=fingerprint.identity.model_name, why="the end of a bench"
+    )
+    # Nothing is stored before it is known that it can be dropped.
+    with daemon.admin() as admin:
+        admin.Stats(pb.StatsRequest(), timeout=daemon.timeout_s)
+        try:
+            with Client(f"unix:{path}", engine_id="kvstore bench") as client:
+                result = _run(
+                    client, fingerprint, blocks, block_bytes, rounds, quiet=daemon.as_json
+                )
+        except Refused as error:
+            raise NotSo(str(error)) from error
+        finally:
+            admin.Invalidate(drop, timeout=daemon.timeout_s)
     if daemon.as_json:
         show.as_json(as_fields(result))
     else:
