@@ -39,10 +39,11 @@ CALLS_MAX = 3
 """Of a place: so many calls are killed at."""
 SYSCALL_POINTS = 80
 SYSCALLS = (
-    "pwrite64", "pwritev", "pwritev2", "writev", "fdatasync", "fsync", "rename", "unlink",
-    "ftruncate", "fallocate", "mkdir",
+    "pwrite64", "pwritev", "pwritev2", "writev", "fdatasync", "fsync", "rename", "renameat2",
+    "unlink", "unlinkat", "rmdir", "mkdir", "fallocate",
 )  # fmt: skip
-STRACE = ("strace", "-f", "--seccomp-bpf", "-qq")
+"""Those that change what is on a device, or when it is."""
+STRACE = ("strace", "-f", "-qq")
 ACTS_MAX = 4
 """Rounds of the script within which a thread has to make its n-th call."""
 ATTEMPTS = 2
@@ -266,7 +267,7 @@ class _Scripted:
         trace = self.kept.disk_path.with_name("trace")
         with self.kept.named("dry run, traced"):
             self._arrange("")
-            asked = ("-o", str(trace), "-e", f"trace={','.join(SYSCALLS)}")
+            asked = ("-o", str(trace), "-e", f"trace=execve,{','.join(SYSCALLS)}")
             if subprocess.run([*STRACE, *asked, "true"], check=False).returncode != 0:
                 return {}
             self._run(prefix=(*STRACE, *asked))

@@ -57,6 +57,7 @@ CAPACITY_SLACK = 1.02
 FOLDER_SLACK_BYTES = 64 << 10
 """That a folder may take beyond what is said: names and metadata of the file system."""
 
+_SET_ASIDE = re.compile(r"an older content was set aside \(.*\)")
 _DAMAGED = re.compile(r"\d+ damaged records within the hour: check the device")
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
@@ -589,7 +590,10 @@ def _unsettled(stats: admin_pb2.StatsReply, damaged: bool) -> list[str]:
         stats.tiers[0].staging_bytes > 0
     )
     disk = next(tier for tier in stats.tiers if tier.name == "disk")
-    well = disk.state.startswith("ok") or (damaged and _DAMAGED.fullmatch(disk.state))
+    news = [said for said in disk.state.split("; ") if not _SET_ASIDE.fullmatch(said)]
+    if damaged:
+        news = [said for said in news if not _DAMAGED.fullmatch(said)]
+    well = not news or news[0].startswith("ok")
     return found if well else [*found, f"the disk is {disk.state}"]
 
 
