@@ -57,6 +57,8 @@ def cli() -> None:
 def serve(ctx: click.Context, config_path: str | None, ready_file: str | None) -> None:
     """Serve until SIGTERM (the default command)."""
     settings = _load(config_path, ctx.args)
+    # gRPC's own log is not ours to bound: a peer fills it with broken frames, and with any bytes.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Imported late, so that a mistake in the settings is told at once.
     from kvstore_server import app, logs, process
     from kvstore_server.ready import Announcer

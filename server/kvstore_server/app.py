@@ -71,6 +71,7 @@ class App:
         self._state = "starting"
         self._metrics = Metrics()
         self._listeners: list[Listener] = []
+        self._http: HealthServer | None = None
         # Ends what was begun, in reverse order, however far the start came.
         self._undo = contextlib.ExitStack()
 
@@ -166,6 +167,7 @@ class App:
         GCCollector(registry=registry)
         server = HealthServer(address, HealthApp(registry, on_loop, lambda: self._state))
         self._undo.callback(server.close)
+        self._http = server
         server.start()
         return server.address
 
@@ -175,6 +177,7 @@ class App:
             self._store.stats(),
             dict(self._fd_socket.counts),
             len(self._fd_socket.connections),
+            {} if self._http is None else dict(self._http.counts),
         )
 
     def _announce(self, gates: Gates, http: str) -> None:

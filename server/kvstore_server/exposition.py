@@ -35,6 +35,7 @@ class Snapshot(NamedTuple):
     store: StoreStats
     fd_events: Mapping[str, int]
     fd_connections: int
+    http_events: Mapping[str, int] = {}
 
 
 class StoreCollector:
@@ -66,6 +67,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauge("fd_connections", "Clients on the fd socket.", [({}, snapshot.fd_connections)])
     events = [({"event": name}, n) for name, n in sorted(snapshot.fd_events.items())]
     yield _counter("fd_events", "What happened on the fd sockets.", events)
+    events = [({"event": name}, n) for name, n in sorted(snapshot.http_events.items())]
+    yield _counter("http_connections", "What became of connections over HTTP.", events)
     yield from counted(snapshot.counts)
 
 

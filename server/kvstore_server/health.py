@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import io
 import logging
 import socket
 import socketserver
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -83,8 +85,7 @@ class HealthApp:
             return _answer(start_response, "405 Method Not Allowed", "only GET")
         try:
             if path == "/metrics":
-                answer: Iterable[bytes] = self._metrics(environ, start_response)
-                return answer
+                return self._numbers(environ, start_response)
             if path == "/healthz":
                 return _answer(start_response, "200 OK", self._on_loop(self._state))
             if path == "/readyz":
@@ -95,9 +96,19 @@ class HealthApp:
             return _answer(start_response, "503 Service Unavailable", "stuck")
         return _answer(start_response, "404 Not Found", "/metrics, /healthz, /readyz")
 
+    def _numbers(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
+        try:
+            answer: Iterable[bytes] = self._metrics(environ, start_response)
+            return answer
+        except (TypeError, ValueError):
+            # prometheus_client compares the version in the header as it comes.
+            return _answer(start_response, "406 Not Acceptable", "no such form of metrics")
+
 
 class HealthServer:
-    """Serves an app in threads. `address` is where it really listens, port 0 resolved."""
+    """Serves an app in threads. `address` is where it really listens, port 0 resolved; `counts` are
+    plain counters for the metrics.
+    """
 
     def __init__(
         self,
@@ -119,6 +130,7 @@ class HealthServer:
             ) from None
         self._server.set_app(app)
         shown = f"[{host}]" if ":" in host else host
+        self.counts = self._server.counts
         self.address = f"{shown}:{self._server.server_address[1]}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="kvstore-http", daemon=True
@@ -147,6 +159,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def __init__(self, family: int, address: tuple[str, int], connection_s: float) -> None:
         self.address_family = family
         self._connection_s = connection_s
+        self.counts: Counter[str] = Counter()
         self._guard = threading.Lock()
         self._served: dict[socket.socket, float] = {}  # when each came, the oldest first
         # Of those that were cut some may still wait for the event loop.
@@ -170,15 +183,19 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             return super().get_request()
         except OSError:
             # No descriptors or memory: the listener stays readable, and the thread would spin.
+            self.counts["accept_failed"] += 1
             time.sleep(ACCEPT_RETRY_S)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._threads_free.acquire(blocking=False):
+            self.counts["refused"] += 1
             self.shutdown_request(request)
             return
+        self.counts["accepted"] += 1
         with self._guard:
-            self._cut(list(self._served)[: len(self._served) + 1 - CONNECTIONS_MAX])
+            if len(self._served) >= CONNECTIONS_MAX:
+                self._cut([next(iter(self._served))])
             self._served[request] = time.monotonic()
         super().process_request(request, client_address)
 
@@ -197,6 +214,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         """Its thread finds the end of it, and closes it."""
         for sock in sockets:
             del self._served[sock]
+            self.counts["cut"] += 1
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
@@ -204,8 +222,20 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 class _Handler(WSGIRequestHandler):
     timeout = CONNECTION_S_MAX
 
+    def get_stderr(self) -> TextIO:
+        """Where wsgiref writes a traceback for each request that failed: nobody bounds those."""
+        return cast(TextIO, _Debug())
+
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
+
+
+class _Debug(io.TextIOBase):
+    """Text for the log's lowest level."""
+
+    def write(self, text: str) -> int:
+        log.debug("http: %s", text.rstrip())
+        return len(text)
 
 
 def _answer(start_response: StartResponse, status: str, text: str) -> list[bytes]:

@@ -222,6 +222,24 @@ def test_a_million_keys_are_refused_and_the_connection_lives(
         assert hit.reason in (Reason.MISS_NEVER_STORED, Reason.TOO_MANY_KEYS)
 
 
+def test_messages_of_the_largest_size_leave_no_memory_behind(
+    daemon: Daemon, client: RawClient
+) -> None:
+    space = client.open(MODEL).space_id
+    packed = bytes(32 * 400_000)
+    before = resident_bytes(daemon.pid)
+    for _ in range(4):
+        for call in key_calls(client, space, packed).values():
+            refusal(call, Reason.TOO_MANY_KEYS)
+
+    def flat() -> bool:
+        for _ in range(200):  # gRPC lets go of buffers bit by bit, as calls come
+            client.lookup(space, CANARY.keys)
+        return resident_bytes(daemon.pid) - before < FLAT_BYTES
+
+    until("what they took is given back", flat)
+
+
 def test_keys_given_twice_are_one_block(client: RawClient) -> None:
     space = client.open(MODEL).space_id
     key = os.urandom(32)
@@ -537,6 +555,7 @@ def test_garbage_on_the_sockets_harms_nobody(
     for _ in range(300):
         throw(path, garbage(rng), rng)
     before, files = resident_bytes(daemon.pid), open_files(daemon.pid)
+    written = len(daemon.log())
     slowest = 0.0
     with RawAdmin(daemon.admin_socket) as admin:
         for index in range(CONNECTIONS):
@@ -551,6 +570,7 @@ def test_garbage_on_the_sockets_harms_nobody(
     record(record_property, f"slowest_call_beside_garbage_{way}", slowest)
     assert grown < FLAT_BYTES
     assert slowest < 1.0
+    assert len(daemon.log()) - written < 4_096, "what a stranger sends fills no log"
 
 
 def test_garbage_of_a_session_ends_only_that_session(daemon: Daemon, client: RawClient) -> None:

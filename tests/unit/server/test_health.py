@@ -85,6 +85,21 @@ async def test_other_paths_and_methods(served: Served) -> None:
     assert (await served.get("/healthz", "POST"))[0] == 405
 
 
+async def test_an_accept_header_that_is_none_is_refused_without_a_traceback(
+    served: Served, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def ask(accept: bytes) -> bytes:
+        with connect(served) as sock:
+            sock.sendall(b"GET /metrics HTTP/1.1\r\nAccept: " + accept + b"\r\n\r\n")
+            return sock.recv(64)
+
+    for version in (b"\xff", b"1.x", b"", b"1.0.0; escaping=\xff"):
+        answer = await asyncio.to_thread(ask, b"application/openmetrics-text; version=" + version)
+        assert answer.split()[1] in (b"200", b"406")
+    assert capfd.readouterr().err == ""
+    assert (await served.get("/metrics"))[0] == 200
+
+
 async def test_a_stuck_loop_is_told(served: Served) -> None:
     answers: dict[str, int] = {}
     done = threading.Event()
@@ -116,6 +131,7 @@ async def test_silent_connections_make_room_for_a_probe(served: Served) -> None:
         silent[-1].sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         answer = await asyncio.to_thread(silent[-1].recv, 65_536)
         assert answer.startswith(b"HTTP/1.0 200"), "the youngest ones are served"
+        assert served.server.counts == {"accepted": len(silent) + 1, "cut": 2}
     finally:
         for sock in silent:
             sock.close()
