@@ -1,10 +1,10 @@
 """The few rows that outlive the daemon: weight epochs, reviews, spaces.
 
 Promises. What `put_many` wrote is on the device when it returns, all rows of a call or none. A row
-is given back exactly as written, or its file is set aside: nothing is guessed from damage. One
-daemon a folder. A file that cannot be used is renamed with its reason, never removed, and the
-ledger starts empty; the caller learns it from `set_aside`, since without epochs older bytes must
-not be trusted.
+is given back exactly as written, or its file is set aside: nothing is guessed from damage. A file
+that is removed under the daemon is made anew with all rows. One daemon a folder. A file that cannot
+be used is renamed with its reason, never removed, and the ledger starts empty; the caller learns it
+from `set_aside`, since without epochs older bytes must not be trusted.
 
 The file is LMDB (synchronous, no WRITEMAP: with it a full disk is SIGBUS), each row with a checksum
 of its own, because LMDB has none. Against damage inside LMDB's own pages only truncation is checked
@@ -23,7 +23,7 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import lmdb
@@ -71,7 +71,14 @@ class Ledger(Protocol):
 
     @property
     def set_aside(self) -> str:
-        """Why an older file was set aside at the start; empty if none was."""
+        """Why an older file was set aside; empty if none was."""
+        ...
+
+    @property
+    def tended(self) -> bool:
+        """Whether `put_many` of nothing, now and then, is of use: it looks whether the file is
+        there.
+        """
         ...
 
     def put_many(self, rows: Iterable[Change]) -> None:
@@ -104,6 +111,7 @@ class VolatileLedger:
 
     durable = False
     set_aside = ""
+    tended = False
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -126,6 +134,58 @@ class VolatileLedger:
         return None
 
 
+class LateLedger:
+    """Rows in memory until a folder can be used that could not be at the start; then in its file.
+
+    Of the rows that the file has from earlier daemons those stay that nobody has given anew, but
+    none of `tables`: what they name was begun anew without them.
+    """
+
+    tended = True
+
+    def __init__(self, folder: str, *, tables: Collection[str] = ()) -> None:
+        """Makes nothing."""
+        self._folder = folder
+        self._tables = frozenset(tables)
+        self._memory = VolatileLedger()
+        self._guard = threading.Lock()
+        self._file: LmdbLedger | None = None
+
+    @property
+    def durable(self) -> bool:
+        return self._file is not None
+
+    @property
+    def set_aside(self) -> str:
+        return "" if self._file is None else self._file.set_aside
+
+    def put_many(self, rows: Iterable[Change]) -> None:
+        with self._guard:
+            if self._file is not None:
+                self._file.put_many(rows)
+                return
+            self._memory.put_many(rows)
+            try:
+                file = LmdbLedger(self._folder)
+            except StartError as error:
+                raise OSError(errno.EIO, error.detail, self._folder) from error
+            try:
+                old = [row for row in file.rows() if row[0] in self._tables]
+                file.put_many([*((table, key, None) for table, key, _ in old), *self.rows()])
+            except BaseException:
+                file.close()
+                raise
+            log.info("the ledger in %s can be used now: rows are durable", self._folder)
+            self._file = file
+
+    def rows(self) -> list[Row]:
+        return self._memory.rows() if self._file is None else self._file.rows()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
 class _Unusable(Exception):
     """The file cannot be used; the argument says why, in words that go into a file name."""
 
@@ -134,18 +194,23 @@ class LmdbLedger:
     """Rows in one LMDB file of a folder that is ours alone."""
 
     durable = True
+    tended = True
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._path = os.path.join(folder, FILE)
         self._map_bytes = _MAP_BYTES
         self._env: lmdb.Environment | None = None
+        self._rows: dict[bytes, bytes] = {}  # as the file has them, or had them
+        self._owed = False  # the file has to be given all rows
+        self._file: os.stat_result | None = None
         # LMDB's own locking is off: the folder's lock keeps other processes out, this one threads.
         self._guard = threading.Lock()
         self.set_aside = ""
         self._lock_fd = _lock_folder(folder)
         try:
             self._start()
+            self._rows = {_name(table, key): value for table, key, value in self.rows()}
         except lmdb.Error as error:
             self.close()
             raise _start_error(f"cannot open {self._path}: {error}") from error
@@ -156,9 +221,14 @@ class LmdbLedger:
     def put_many(self, rows: Iterable[Change]) -> None:
         changes = [(_name(table, key), value) for table, key, value in rows]
         with self._guard:
-            while True:
+            if self._is_gone():
+                self._begin_anew()
+            if self._owed:
+                changes = [*self._rows.items(), *changes]
+            while changes:
                 try:
                     self._write(changes)
+                    self._take_in(changes)
                     return
                 except lmdb.MapFullError as error:
                     if self._map_bytes >= _MAP_BYTES_MAX:
@@ -192,6 +262,40 @@ class LmdbLedger:
             self._move_aside(str(reason))
             self._check()
         folders.sync(self._folder)
+        self._file = os.stat(self._path)
+
+    def _is_gone(self) -> bool:
+        """Whether what lies under the file's name is not what was opened. OSError."""
+        if self._lock_fd < 0:
+            raise OSError(errno.EBADF, "the ledger is closed", self._path)
+        return self._file is None or not _is_at(self._path, self._file)
+
+    def _begin_anew(self) -> None:
+        """Makes the file anew. OSError; then it is to be made still."""
+        log.error("the ledger %s was removed or replaced: it is made anew", self._path)
+        self._close_env()
+        self._file, self._owed = None, True
+        try:
+            if not _is_at(os.path.join(self._folder, LOCK_FILE), os.fstat(self._lock_fd)):
+                locked = _lock_folder(self._folder)
+                os.close(self._lock_fd)
+                self._lock_fd = locked
+            if os.path.lexists(self._path):
+                self._move_aside("replaced")
+            self._start()
+        except StartError as error:
+            raise OSError(errno.EIO, error.detail, self._path) from error
+        except lmdb.Error as error:
+            self._close_env()
+            raise self._why(error) from error
+
+    def _take_in(self, changes: Sequence[tuple[bytes, bytes | None]]) -> None:
+        self._owed = False
+        for name, value in changes:
+            if value is None:
+                self._rows.pop(name, None)
+            else:
+                self._rows[name] = bytes(value)
 
     def _check(self) -> None:
         """Opens the file and reads all of it; raises _Unusable."""
@@ -326,6 +430,14 @@ def _lock_folder(folder: str) -> int:
         os.close(fd)
         raise _start_error(f"cannot lock {path}: {error.strerror}") from error
     return fd
+
+
+def _is_at(path: str, file: os.stat_result) -> bool:
+    """Whether `path` names this file. OSError if it cannot be asked."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), file)
+    except FileNotFoundError:
+        return False
 
 
 def _start_error(detail: str) -> StartError:

@@ -2,7 +2,8 @@
 ticket. On the event loop's thread.
 
 A row that could not be written is kept, and tried again by itself and with the next ones: what was
-decided holds, and an operator who decides it once more learns whether it is durable by then.
+decided holds, and an operator who decides it once more learns whether it is durable by then. What
+is said to be durable was looked for: a file may have been removed since it was written.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvstore.ledger import Ledger
 log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
-"""Between two tries to write what was kept."""
+"""Between two tries to write what was kept, and two looks at a ledger."""
 SAY_AGAIN_S = 60.0
 
 
@@ -34,6 +35,7 @@ class Rows:
         self._failed: set[int] = set()
         self._waiting: dict[int, asyncio.Future[bool]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._works = True
         self._retry_at_s = self._say_at_s = 0.0
 
     @property
@@ -51,8 +53,10 @@ class Rows:
             self._task = asyncio.get_running_loop().create_task(self._write())
 
     def retry(self) -> None:
-        """Begins to write what was kept, if that was not tried just now. Called now and then."""
-        if self._kept and self._task is None:
+        """Begins to write what was kept, and to look after a ledger that needs it, if that was not
+        done just now. Called now and then.
+        """
+        if (self._kept or self._ledger.tended) and self._task is None:
             loop = asyncio.get_running_loop()
             if loop.time() >= self._retry_at_s:
                 self._task = loop.create_task(self._write())
@@ -68,20 +72,22 @@ class Rows:
             future = self._waiting.setdefault(ticket, loop.create_future())
             await asyncio.wait((future,), timeout=wait_ns / 1e9)
             return future.done() and future.result()
-        if self._kept and self._task is None:
-            self._task = loop.create_task(self._write())
-        if self._kept and self._task is not None:
-            await asyncio.wait((self._task,), timeout=wait_ns / 1e9)
-        return self._ledger.durable and not self._kept
+        if self._kept or self._ledger.tended:
+            await self._written_once(wait_ns)
+        return self._ledger.durable and self._works and not self._kept
 
     async def settled(self, wait_ns: int) -> bool:
         """Waits until all rows that were added are written. False as for `durable`."""
-        self.start()
-        if self._kept and self._task is None:
+        if self._queue or self._kept or self._ledger.tended or self._task is not None:
+            await self._written_once(wait_ns)
+        done = self._task is None and self._works and not (self._queue or self._kept)
+        return self._ledger.durable and done
+
+    async def _written_once(self, wait_ns: int) -> None:
+        """Waits for one try."""
+        if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._write())
-        if self._task is not None:
-            await asyncio.wait((self._task,), timeout=wait_ns / 1e9)
-        return self._ledger.durable and self._task is None and not (self._queue or self._kept)
+        await asyncio.wait((self._task,), timeout=wait_ns / 1e9)
 
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
@@ -92,12 +98,12 @@ class Rows:
                 changes = [(table, key, value) for (table, key), value in rows.items()]
                 try:
                     await loop.run_in_executor(None, self._ledger.put_many, changes)
-                    self._kept = {}
+                    self._kept, self._works = {}, True
                 except OSError as error:
                     self._say(len(rows), error, loop.time())
-                    self._kept = rows
-                    self._retry_at_s = loop.time() + RETRY_S
+                    self._kept, self._works = rows, False
                     self._failed.update(row.ticket for row in batch)
+                self._retry_at_s = loop.time() + RETRY_S
                 for row in batch:
                     self._written(row.ticket)
                 if not self._queue:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore.clock import Clock
 from kvstore.config import Limits, Settings, show_size
 from kvstore.core.core import Core
-from kvstore.ledger import Ledger, open_ledger
+from kvstore.ledger import LateLedger, Ledger, open_ledger
 from kvstore.model.reasons import Reason, StartError
 from kvstore.model.values import STAGING, CoreLimits, TenantSpec, TierKind, TierSpec
 from kvstore.mover import Completion, Mover
@@ -25,7 +25,14 @@ from kvstore.store import Store
 from kvstore.tiers import memory_budget
 from kvstore.tiers.base import Archive
 from kvstore.tiers.host import HostTier
-from kvstore_server.disk import DISK_LIMITS, READERS, device_threads, disk_link, make_disk
+from kvstore_server.disk import (
+    DISK_LIMITS,
+    READERS,
+    device_threads,
+    disk_link,
+    ledger_threads,
+    make_disk,
+)
 from kvstore_server.logs import event
 from kvstore_server.process import why_few_descriptors
 
@@ -78,6 +85,8 @@ class Assembly:
                 # Not waited for: what hangs in a device must not keep the daemon from ending.
                 undo.callback(device.shutdown, wait=False, cancel_futures=True)
             loop = asyncio.get_running_loop()
+            if settings.ledger_path:
+                loop.set_default_executor(ledger_threads())
             self.mover = Mover(
                 {HOST: self.host, STAGING: self.host},
                 clock=clock,
@@ -175,14 +184,16 @@ class Assembly:
             if settings.state.path or error.reason is not Reason.START_DISK:
                 raise
             # The disk tier's device does not work now, which is no reason to refuse to serve from
-            # memory; nothing is durable then, and said not to be.
+            # memory; nothing is durable until it does, and said not to be. Spaces of earlier
+            # daemons are not known then, nor are their blocks.
             event(log, logging.ERROR, error.detail, setting="disk.path")
-            ledger = open_ledger("")
+            ledger = LateLedger(settings.ledger_path, tables=("space",))
         if not ledger.durable:
             event(
                 log,
                 logging.WARNING,
-                "weight epochs and reviews end with this process",
+                "weight epochs and reviews end with this process"
+                + (" unless the device works again" if ledger.tended else ""),
                 setting="state.path",
             )
         if ledger.set_aside:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import Clock
@@ -57,6 +57,13 @@ def device_threads() -> Executor:
     from kvstore.tiers.disk.threads import DeviceThreads
 
     return DeviceThreads(READERS + 1, "kvstore-device")
+
+
+def ledger_threads() -> ThreadPoolExecutor:
+    """The loop's default executor, in which the ledger waits for its device."""
+    from kvstore.tiers.disk.threads import LooseThreads
+
+    return LooseThreads(1, "kvstore-ledger")
 
 
 def disk_link() -> Link:

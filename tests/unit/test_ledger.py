@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -16,7 +17,7 @@ import lmdb
 import pytest
 
 from kvstore import ledger as module
-from kvstore.ledger import FILE, LmdbLedger, open_ledger
+from kvstore.ledger import FILE, LateLedger, LmdbLedger, open_ledger
 from kvstore.model.reasons import Reason, StartError
 
 ROWS = [("epoch", b"model", b"7"), ("review", b"r", bytes(range(256)))]
@@ -224,3 +225,95 @@ def test_a_closed_ledger_says_so(folder: Path) -> None:
     closed.close()
     with pytest.raises(OSError, match="closed"):
         closed.put_many(ROWS)
+
+
+# ---------------------------------------------------------------- a file that goes, or comes late
+
+
+def make_anew(folder: Path, *, lock: bool) -> None:
+    """Removes the file under the daemon, with its lock or without."""
+    (folder / FILE).unlink()
+    if lock:
+        (folder / "ledger.lock").unlink()
+
+
+@pytest.mark.parametrize("lock", [False, True])
+def test_a_file_that_is_removed_is_made_anew_with_all_rows(folder: Path, lock: bool) -> None:
+    ledger = LmdbLedger(str(folder))
+    make_anew(folder, lock=lock)
+    ledger.put_many([])
+    ledger.put_many([("epoch", b"more", b"1")])
+    assert ledger.rows() == sorted([*ROWS, ("epoch", b"more", b"1")])
+    ledger.close()
+    assert rows_of(folder) == sorted([*ROWS, ("epoch", b"more", b"1")])
+
+
+def test_a_folder_that_is_removed_is_made_anew_and_locked(folder: Path) -> None:
+    ledger = LmdbLedger(str(folder))
+    shutil.rmtree(folder)
+    ledger.put_many([("epoch", b"more", b"1")])
+    with pytest.raises(StartError):
+        LmdbLedger(str(folder))
+    ledger.close()
+    assert rows_of(folder) == sorted([*ROWS, ("epoch", b"more", b"1")])
+
+
+def test_a_file_that_is_replaced_is_set_aside(folder: Path, tmp_path: Path) -> None:
+    other = LmdbLedger(str(tmp_path / "other"))
+    other.put_many([("epoch", b"theirs", b"1")])
+    other.close()
+    ledger = LmdbLedger(str(folder))
+    os.replace(tmp_path / "other" / FILE, folder / FILE)
+    ledger.put_many([])
+    assert "replaced" in ledger.set_aside
+    ledger.close()
+    assert rows_of(folder) == ROWS
+
+
+def test_a_folder_that_cannot_be_made_anew_is_tried_again(folder: Path) -> None:
+    ledger = LmdbLedger(str(folder))
+    shutil.rmtree(folder)
+    folder.write_text("in the way", encoding="utf-8")
+    for _ in range(2):
+        with pytest.raises(OSError, match="state"):
+            ledger.put_many([("epoch", b"more", b"1")])
+    folder.unlink()
+    ledger.put_many([])
+    assert ledger.rows() == ROWS, "what was refused is the caller's to give again"
+    ledger.close()
+
+
+def test_another_daemon_that_took_the_folder_meanwhile_keeps_it(folder: Path) -> None:
+    ledger = LmdbLedger(str(folder))
+    shutil.rmtree(folder)
+    other = LmdbLedger(str(folder))
+    with pytest.raises(OSError, match="another daemon"):
+        ledger.put_many([])
+    other.close()
+    ledger.close()
+    assert rows_of(folder) == []
+
+
+def test_a_late_folder_gets_the_rows_once_it_can_be_used(folder: Path) -> None:
+    earlier = LmdbLedger(str(folder))
+    earlier.put_many([("space", b"1", b"old"), ("epoch", b"a", b"old")])
+    earlier.close()
+    kept = folder.with_name("kept")
+    folder.rename(kept)
+    folder.write_text("in the way", encoding="utf-8")
+    late = LateLedger(str(folder), tables=("space",))
+    for row in [("epoch", b"a", b"new"), ("space", b"9", b"new")]:
+        with pytest.raises(OSError, match="cannot use"):
+            late.put_many([row])
+    was_durable = late.durable
+    assert late.rows() == [("epoch", b"a", b"new"), ("space", b"9", b"new")]
+    folder.unlink()
+    kept.rename(folder)
+    late.put_many([])
+    assert (was_durable, late.durable) == (False, True)
+    late.put_many([("epoch", b"more", b"1")])
+    expected = {(table, key): value for table, key, value in ROWS if table != "space"}
+    expected |= {("epoch", b"a"): b"new", ("space", b"9"): b"new", ("epoch", b"more"): b"1"}
+    assert late.rows() == sorted((*name, value) for name, value in expected.items())
+    late.close()
+    assert rows_of(folder) == sorted((*name, value) for name, value in expected.items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -77,3 +77,18 @@ class DeviceThreads(Executor):
             del call
             with self._guard:
                 self._idle += 1
+
+
+class LooseThreads(ThreadPoolExecutor):
+    """Device threads where an event loop wants its default executor; nobody waits for their end."""
+
+    def __init__(self, workers: int, name: str) -> None:
+        super().__init__(1)  # which starts none by itself
+        self._threads_of_device = DeviceThreads(workers, name)
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self._threads_of_device.submit(fn, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._threads_of_device.shutdown(wait=False, cancel_futures=cancel_futures)
+        super().shutdown(wait=False)

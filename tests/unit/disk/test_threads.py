@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -60,3 +61,21 @@ def test_a_thread_that_hangs_does_not_hold_up_the_end_of_the_process() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert ended.stdout == "end\n"
+
+
+def test_a_loop_ends_while_its_default_executor_hangs() -> None:
+    program = (
+        "import asyncio, threading\n"
+        "from kvstore.tiers.disk.threads import LooseThreads\n"
+        "async def main():\n"
+        "    loop = asyncio.get_running_loop()\n"
+        "    loop.set_default_executor(LooseThreads(2, 'test'))\n"
+        "    print(await loop.run_in_executor(None, str, 7))\n"
+        "    loop.run_in_executor(None, threading.Event().wait)\n"
+        "asyncio.run(main())\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, timeout=60, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, b"7\n"), done.stderr
