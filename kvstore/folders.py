@@ -24,13 +24,20 @@ class NotOurs(PermissionError):
         self.detail = detail
 
 
-def prepare(path: str, *, mode: int = 0o700, shared: bool = False) -> str:
+class Exchangeable(NotOurs):
+    """Everybody may: a folder on the way is open and not sticky."""
+
+
+def prepare(
+    path: str, *, mode: int = 0o700, shared: bool = False, writers_trusted: bool = False
+) -> str:
     """The real path of a folder; made with `mode`, whatever the umask, if absent, its parents too.
 
     `shared`: others may put files beside ours if they cannot touch ours (a sticky folder such as
-    /tmp). One that is there keeps its mode. Raises NotOurs, OSError.
+    /tmp). `writers_trusted`: whoever may write a folder on the way is no enemy. One that is there
+    keeps its mode. Raises NotOurs, OSError.
     """
-    real = _make(path, mode)
+    real = _make(path, mode, writers_trusted)
     # Also of one that was there: whoever made it may have been killed before this.
     _sync_parent(real)
     found = os.stat(real)
@@ -58,7 +65,7 @@ def _sync_parent(path: str) -> None:
         sync(os.path.dirname(path))
 
 
-def _make(path: str, mode: int) -> str:
+def _make(path: str, mode: int, writers_trusted: bool) -> str:
     """Follows `path` name by name, makes what is missing, and refuses what others could exchange
     on the way.
     """
@@ -66,7 +73,8 @@ def _make(path: str, mode: int) -> str:
     trusted = {0, os.geteuid(), os.stat("/").st_uid}  # in a user namespace root has another number
     at, links = "/", 0
     while True:
-        _check_writers(at)
+        if not writers_trusted:
+            _check_writers(at)
         if not names:
             return at
         name = names.pop()
@@ -103,7 +111,7 @@ def _names(path: str) -> list[str]:
 def _check_writers(folder: str) -> None:
     mode = os.stat(folder).st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX and stat.S_ISDIR(mode):
-        raise NotOurs(
+        raise Exchangeable(
             folder,
             f"everybody may replace what lies in {folder}: make it sticky or choose another",
         )

@@ -60,6 +60,15 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             when="the engine's container sees another folder.",
         ),
     ] = ""
+    trust_folder_writers: Annotated[
+        bool,
+        knob(
+            "Put sockets also where everybody may exchange them: into or below a folder that is "
+            "open to all and not sticky (mode 0777). Whoever can may answer in the daemon's place.",
+            when="the folder is a volume that only the daemon and its engines mount, such as a "
+            "Kubernetes emptyDir.",
+        ),
+    ] = False
     drain_grace_s: Annotated[
         float,
         knob(

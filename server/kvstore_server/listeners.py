@@ -50,11 +50,13 @@ class Gates:
     def __init__(self, settings: Settings) -> None:
         """Raises StartError: START_LOCKED if another daemon has one of them."""
         self._all: list[Gate] = []
+        self._writers_trusted = settings.server.trust_folder_writers
         passable = any(t.mode_bits & 0o077 for t in settings.tenants.values())
         folder = locks.prepare_folder(
             settings.server.runtime_dir,
             passable=passable or bool(settings.admin.mode_bits & 0o077),
             setting="server.runtime_dir",
+            writers_trusted=self._writers_trusted,
         )
         try:
             self.data = {
@@ -105,7 +107,13 @@ class Gates:
         inside = os.path.relpath(path, os.path.normpath(runtime_dir))
         real = os.path.join(folder, inside)
         parent = os.path.dirname(real)
-        if locks.prepare_folder(parent, passable=bool(mode & 0o077), setting=setting) != parent:
+        prepared = locks.prepare_folder(
+            parent,
+            passable=bool(mode & 0o077),
+            setting=setting,
+            writers_trusted=self._writers_trusted,
+        )
+        if prepared != parent:
             detail = f"{parent} leads out of {folder}"
             raise StartError(Reason.START_SOCKET, detail, setting)
         gid = locks.group_id(group, f"{table}.group")

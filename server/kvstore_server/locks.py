@@ -24,6 +24,7 @@ from kvstore.model.reasons import Reason, StartError
 from kvstore.model.sockets import LOCK_SUFFIX
 
 _CLOSED_MASK = 0o177
+TRUST_SETTING = "server.trust_folder_writers"
 
 
 class SocketLock:
@@ -57,14 +58,21 @@ class SocketLock:
         os.close(self._fd)
 
 
-def prepare_folder(path: str, *, passable: bool, setting: str) -> str:
+def prepare_folder(
+    path: str, *, passable: bool, setting: str, writers_trusted: bool = False
+) -> str:
     """The real path of a folder that is ours to put sockets into; made if absent.
 
     `passable`: others may reach the sockets in it (0711 instead of 0700); a folder that is there
-    stays as it is. Raises StartError if another user could replace what lies in it.
+    stays as it is. Raises StartError if another user could replace what lies in it, unless
+    `writers_trusted`.
     """
+    mode = 0o711 if passable else 0o700
     try:
-        return folders.prepare(path, mode=0o711 if passable else 0o700, shared=True)
+        return folders.prepare(path, mode=mode, shared=True, writers_trusted=writers_trusted)
+    except folders.Exchangeable as error:
+        detail = f"{error.detail}, or, if nobody else can reach it, set {TRUST_SETTING}"
+        raise StartError(Reason.START_SOCKET, detail, setting) from None
     except folders.NotOurs as error:
         raise StartError(Reason.START_SOCKET, error.detail, setting) from None
     except OSError as error:

@@ -28,6 +28,7 @@ from kvstore.model.reasons import Reason
 from kvstore.shm import recv_frame, send_frame
 from kvstore.wire.v1 import admin_pb2, admin_pb2_grpc, fd_pb2, store_pb2, store_pb2_grpc
 from tests.daemon import Daemon, DaemonDied, make_daemon, start_daemon
+from tests.rawclient import RawClient
 
 pytestmark = pytest.mark.process
 
@@ -230,6 +231,24 @@ def test_a_wrong_setting_is_named_in_one_line(
     line = next(x for x in died.output.splitlines() if x.startswith("kvstored: "))
     assert named in line
     assert "Traceback" not in died.output
+
+
+def test_a_volume_that_everybody_may_write_is_taken_only_if_allowed(
+    daemons: Daemons, tmp_path: Path
+) -> None:
+    volume = tmp_path / "emptyDir"
+    volume.mkdir()
+    volume.chmod(0o777)
+    folder = str(volume / "kvstore")
+    died = _refused(tmp_path, server__runtime_dir=folder)
+    assert died.code == 2
+    assert "server.runtime_dir: everybody may replace" in died.output
+    assert "server.trust_folder_writers" in died.output
+    assert not list(volume.iterdir())
+    daemon = daemons(server__runtime_dir=folder, server__trust_folder_writers=True)
+    with RawClient(daemon.data_socket):
+        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    assert daemon.stop() == 0
 
 
 def test_memory_that_does_not_fit_names_the_setting_and_the_sizes(tmp_path: Path) -> None:

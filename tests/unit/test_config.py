@@ -28,6 +28,7 @@ CLEAN = {"XDG_RUNTIME_DIR": "/run/user/7"}
 
 _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "server.runtime_dir": st.sampled_from(["/run/a", "/srv/kv store", '/q"uote\\']),
+    "server.trust_folder_writers": st.booleans(),
     "server.drain_grace_s": st.floats(0, 600, allow_nan=False),
     "server.log_level": st.sampled_from(["debug", "info", "warning", "error"]),
     "server.log_format": st.sampled_from(["json", "text"]),

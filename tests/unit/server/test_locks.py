@@ -115,6 +115,9 @@ def test_a_folder_that_everybody_may_write_is_refused_unless_sticky(tmp_path: Pa
         with pytest.raises(StartError, match="everybody") as caught:
             locks.prepare_folder(path, passable=False, setting="server.runtime_dir")
         assert caught.value.setting == "server.runtime_dir"
+        assert "sticky" in caught.value.detail
+        assert "server.trust_folder_writers" in caught.value.detail
+        assert locks.prepare_folder(path, passable=False, setting="x", writers_trusted=True) == path
     open_folder.chmod(0o1777)
     assert locks.prepare_folder(inside, passable=False, setting="x") == inside
 
@@ -134,8 +137,9 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir()
     os.chown(folder, 12345, -1)
-    with pytest.raises(StartError, match="belongs to user 12345"):
-        locks.prepare_folder(str(folder), passable=False, setting="x")
+    for trusted in (False, True):
+        with pytest.raises(StartError, match="belongs to user 12345"):
+            locks.prepare_folder(str(folder), passable=False, setting="x", writers_trusted=trusted)
 
 
 def test_groups_by_name_and_number() -> None:
