@@ -212,13 +212,7 @@ class Ring:
         owner.demand = max(count, owner.demand * 7 // 8)
         placement = self.reclaim()
         placement.slots.extend(owner.take(count))
-        while len(placement.slots) < count:
-            room = self._room.room_slots(owner)
-            if not room:
-                break
-            segment = Segment(self._next_segment, record_bytes, room, tenant)
-            self._next_segment += 1
-            self._add(segment, owner, self._room.written_bytes)
+        while len(placement.slots) < count and (segment := self._new_segment(owner)) is not None:
             placement.new_segments.append(segment)
             placement.slots.extend(owner.take(count - len(placement.slots)))
         missing = count - len(placement.slots)
@@ -232,6 +226,19 @@ class Ring:
         if not owner.extents:
             self._room.classes.pop((tenant, record_bytes), None)
         return placement
+
+    def is_short(self) -> bool:
+        """Whether a class has fewer free slots than are usually asked for at once, and there is
+        room for more.
+        """
+        classes = self._room.classes.values()
+        return any(self._is_short(owner) and self._room.room_slots(owner) for owner in classes)
+
+    def stock(self) -> list[Segment]:
+        """New segments for classes that are short, to make as those of `place`."""
+        short = [owner for owner in self._room.classes.values() if self._is_short(owner)]
+        made = [self._new_segment(owner) for owner in short]
+        return [segment for segment in made if segment is not None]
 
     def settle(
         self, slots: Pairs, rows: NDArray[np.int64], depths: NDArray[np.int64], parents: Pairs
@@ -394,6 +401,19 @@ class Ring:
         return True
 
     # ---- parts
+
+    def _is_short(self, owner: SlotClass) -> bool:
+        return owner.free < min(owner.demand, self._stock_slots)
+
+    def _new_segment(self, owner: SlotClass) -> Segment | None:
+        """A segment more, if it fits into the capacity."""
+        slots = self._room.room_slots(owner)
+        if not slots:
+            return None
+        segment = Segment(self._next_segment, owner.record_bytes, slots, owner.tenant)
+        self._next_segment += 1
+        self._add(segment, owner, self._room.written_bytes)
+        return segment
 
     def _class(self, tenant: bytes, record_bytes: int) -> SlotClass:
         key = tenant, record_bytes

@@ -214,7 +214,8 @@ class DiskTier:
         began_ns = self.clock.monotonic_ns()
         size = record_bytes(len(tried[0].block.data))
         self.endurance.wrote(size * len(tried), wall_s)
-        writer.write(tried, {"writes": self.endurance.pack()})
+        if writer.write(tried, {"writes": self.endurance.pack()}):
+            self._wake.set()
         errors = [one.error for one in tried if isinstance(one.error, OSError)]
         done = sum(one.row is not None for one in tried)
         self.counts["saves"] += done
@@ -344,6 +345,8 @@ class DiskTier:
                     writer.reclaim(unlink_first=True)
                 writer.settle()
                 writer.reclaim()
+                if not trial:
+                    writer.stock()
                 if not self._tidied:
                     writer.remove_orphans()
                     self._folder.tidy()

@@ -30,6 +30,7 @@ from kvstore.tiers.disk.format import (
     KEY_BYTES,
     RecordHeader,
     Row,
+    Segment,
     encode_into,
     payload_checksum,
     record_bytes,
@@ -92,9 +93,10 @@ class Writer:
 
     # ------------------------------------------------------------------ blocks
 
-    def write(self, outgoing: Sequence[Outgoing], meta: Mapping[str, bytes | None]) -> None:
+    def write(self, outgoing: Sequence[Outgoing], meta: Mapping[str, bytes | None]) -> bool:
         """Writes blocks of one size and tenant, of different names that are not known. Each has a
-        row and is known then, or has an error. meta: named values to commit with them.
+        row and is known then, or has an error. meta: named values to commit with them. True: it is
+        time to `stock`.
         """
         written: list[Outgoing] = []
         try:
@@ -112,6 +114,8 @@ class Writer:
         except OSError as error:
             for one in outgoing:
                 one.row, one.error = None, one.error or error
+        with self._volume.books:
+            return bool(written) and self._volume.ring.is_short()
 
     def _place(self, outgoing: Sequence[Outgoing]) -> None:
         """Gives each a slot of a segment that is there, or an error."""
@@ -125,7 +129,7 @@ class Writer:
                 volume.tell_touches()
                 placement = volume.ring.place(tenant, size, len(left))
             self._take_out(placement)
-            failed = self._make_segments(placement)
+            failed = self._make_segments(placement.new_segments)
             with volume.books:
                 slots = [slot for slot in placement.slots if slot.segment in volume.segments]
             for one, slot in zip(left, slots, strict=False):
@@ -160,11 +164,11 @@ class Writer:
             with volume.books:
                 volume.ring.aside_bytes = aside_bytes
 
-    def _make_segments(self, placement: Placement) -> OSError | None:
+    def _make_segments(self, segments: Sequence[Segment]) -> OSError | None:
         """Makes the files of new segments. The first error: those after it are not made."""
         volume = self._volume
         failed: OSError | None = None
-        for segment in placement.new_segments:
+        for segment in segments:
             if failed is None:
                 try:
                     volume.files.create(segment.segment, segment.file_bytes)
@@ -235,12 +239,11 @@ class Writer:
         not take bytes there.
         """
         written = [one for one in placed if one.error is None]
-        errors: dict[int, OSError] = {}
-        for segment in sorted({one.slot.segment for one in written if one.slot is not None}):
-            try:
-                self._volume.files.fdatasync(segment)
-            except OSError as error:
-                errors[segment] = error
+        segments = sorted({one.slot.segment for one in written if one.slot is not None})
+        beside = self._executor is not None and len(segments) > 1
+        each = self._executor.map if self._executor is not None and beside else map
+        failures = dict(zip(segments, each(self._fdatasync, segments), strict=True))
+        errors = {segment: error for segment, error in failures.items() if error is not None}
         free: list[Slot] = []
         for one in placed:
             assert one.slot is not None
@@ -258,6 +261,13 @@ class Writer:
         with self._volume.books:
             self._volume.ring.abandon(free)
         return [one for one in placed if one.error is None]
+
+    def _fdatasync(self, segment: int) -> OSError | None:
+        try:
+            self._volume.files.fdatasync(segment)
+        except OSError as error:
+            return error
+        return None
 
     def _publish(self, written: Sequence[Outgoing]) -> None:
         volume = self._volume
@@ -379,6 +389,15 @@ class Writer:
             usage = ring.usage()
             used = usage.segment_bytes + usage.index_bytes + usage.aside_bytes
             ring.capacity_bytes = min(ring.capacity_bytes, used)
+
+    def stock(self) -> None:
+        """Makes the segments that the next batches will need, so that none waits for them. What
+        fails is no trouble yet: it is tried again when it is needed.
+        """
+        with self._volume.books:
+            segments = self._volume.ring.stock()
+        if failed := self._make_segments(segments):
+            log.debug("no segment is made ahead: %s", failed)
 
     def reclaim(self, *, unlink_first: bool = False) -> None:
         """Retires segments until all fits into the capacity. OSError.

@@ -441,6 +441,28 @@ def test_the_stock_is_a_small_part_of_a_small_class() -> None:
     assert caller.ring.usage().free_slots <= 64 // 16
 
 
+def test_a_segment_is_made_before_a_batch_would_wait_for_it() -> None:
+    ring = Ring(1024 * RECORD, no_index, stock_slots=64)
+    assert ring.place(A, RECORD, 16).new_segments == [Segment(0, RECORD, 32, A)]
+    assert not ring.is_short()
+    assert ring.stock() == []
+    ring.place(A, RECORD, 16)
+    assert ring.is_short()
+    assert ring.stock() == [Segment(1, RECORD, 32, A)]
+    assert not ring.is_short()
+    assert ring.place(A, RECORD, 16).new_segments == []
+    ring.check()
+
+
+def test_nothing_is_made_ahead_beyond_the_capacity() -> None:
+    ring = Ring(32 * RECORD, no_index)
+    while ring.place(A, RECORD, 1).slots:
+        ring.stock()
+    assert not ring.is_short()
+    assert ring.stock() == []
+    assert ring.usage().segment_bytes == 32 * RECORD
+
+
 # ---------------------------------------------------------------- classes
 
 

@@ -76,6 +76,38 @@ def test_a_batch_is_written_by_several_threads_and_ends_when_all_have() -> None:
     bench.tier.close()
 
 
+def test_the_next_segment_is_made_between_batches() -> None:
+    bench = DiskBench(capacity_bytes=room(32 * 8))
+    assert bench.save(keys(8)) == [True] * 8
+    bench.tier.tend()
+    made = len(bench.folder.files.list())
+    assert made >= 2
+    assert bench.save(keys(8, "other")) == [True] * 8
+    assert len(bench.folder.files.list()) == made
+    assert bench.verify() == {(SPACE, one) for one in [*keys(8), *keys(8, "other")]}
+
+
+def test_a_segment_made_ahead_is_removed_if_a_crash_comes_before_it_is_used() -> None:
+    bench = DiskBench(capacity_bytes=room(32 * 8))
+    bench.save(keys(8))
+    used = bench.folder.files.list().keys()
+    bench.tier.tend()
+    assert bench.folder.files.list().keys() > used
+    again = bench.again()
+    again.tier.tend()
+    assert again.folder.files.list().keys() == used
+    assert again.find(keys(8)) == keys(8)
+
+
+def test_no_room_for_a_segment_ahead_is_no_trouble() -> None:
+    bench = DiskBench(capacity_bytes=room(32 * 8))
+    bench.save(keys(8))
+    bench.folder.files.inject(Injection(Op.CREATE, error=errno.ENOSPC))
+    bench.tier.tend()
+    assert bench.tier.stats().state == "ok"
+    assert bench.save(keys(8, "other")) == [True] * 8
+
+
 def test_what_is_there_already_stays_as_it_is() -> None:
     bench = DiskBench()
     first = bench.tier.save_batch([bench.block(key(0))])
