@@ -59,6 +59,8 @@ BALLAST_S_MAX = 60.0
 FULL_S = 0.8
 """How long nothing at all is left."""
 DEADLINE_S = 1.0
+SETTLED_S = 1.0
+"""After so long a file system has freed what was removed."""
 LANES = 3
 
 
@@ -383,6 +385,8 @@ class _Watch:
         self._path = path
         self._ballast = ballast
         self._base = _used(path) - disk_bytes(path / "disk")
+        self._ballast_bytes = 0
+        self._changed_s = time.monotonic()
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
@@ -399,12 +403,8 @@ class _Watch:
 
     def _run(self) -> None:
         bound = self._life.capacity * CAPACITY_SLACK
-        before = {"du": 0, "statvfs": 0}
         while not self._ended.wait(0.02):
-            for how, now in (("du", self._walked()), ("statvfs", self._asked())):
-                # What is removed may still count for a moment after its name has gone.
-                taken = min(before[how], now)
-                before[how] = now
+            for how, taken in (("du", self._walked()), ("statvfs", self._asked())):
                 self.most_bytes = max(self.most_bytes, taken)
                 if taken > bound:
                     self._life.oracle.failed(f"takes {taken} bytes ({how}) of {bound:.0f}")
@@ -414,10 +414,17 @@ class _Watch:
         return disk_bytes(self._path / "disk")
 
     def _asked(self) -> int:
-        """What statvfs says; 0 while the ballast changes."""
-        before = _blocks(self._ballast)
-        taken = _used(self._path) - self._base - before
-        return taken if before == _blocks(self._ballast) else 0
+        """What statvfs says of all but the ballast; 0 if that changed just now: a file system frees
+        blocks some time after their name has gone.
+        """
+        taken, ballast, now = (
+            _used(self._path) - self._base,
+            _blocks(self._ballast),
+            time.monotonic(),
+        )
+        if ballast != self._ballast_bytes:
+            self._ballast_bytes, self._changed_s = ballast, now
+        return taken - ballast if now - self._changed_s > SETTLED_S else 0
 
 
 def _used(path: Path) -> int:
