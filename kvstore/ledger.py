@@ -44,6 +44,8 @@ LOCK_FILE = "ledger.lock"
 KEY_BYTES_MAX = 511 - 1
 """Of a row's table and key together: LMDB's limit, less a separator."""
 
+CLOSE_WAIT_S = 2.0
+
 _MAP_BYTES = 16 << 20
 _MAP_BYTES_MAX = 1 << 30
 _DISK_FULL_BYTES = 1 << 20
@@ -94,7 +96,7 @@ class Ledger(Protocol):
         ...
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. What hangs in the device is left."""
         ...
 
 
@@ -246,11 +248,16 @@ class LmdbLedger:
             return self._read(self._open_env())
 
     def close(self) -> None:
-        with self._guard:
+        if not self._guard.acquire(timeout=CLOSE_WAIT_S):
+            log.warning("the ledger %s is left as it is: its device does not answer", self._path)
+            return
+        try:
             self._close_env()
             fd, self._lock_fd = self._lock_fd, -1
             if fd >= 0:
                 os.close(fd)
+        finally:
+            self._guard.release()
 
     # ------------------------------------------------------------------ file
 
