@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,7 +27,7 @@ from kvstore_client.results import (
     SpaceStatus,
 )
 from kvstore_client.session import Session
-from kvstore_client.steps import Connect, Operation, Refusal, Rpc
+from kvstore_client.steps import Connect, Context, Operation, Refusal, Rpc
 
 __all__ = [
     "Binding",
@@ -37,10 +38,12 @@ __all__ = [
     "connection",
     "explain",
     "in_space",
+    "lease_ttl_ms",
     "lookup",
     "missed",
     "opened",
     "status",
+    "touch_before",
 ]
 
 T = TypeVar("T")
@@ -128,6 +131,35 @@ def _binding(spec: SpaceSpec, reply: pb.OpenReply) -> Binding:
         reply.review_id,
         reply.detail,
     )
+
+
+TTL_MARGIN_MS = 50
+
+
+def lease_ttl_ms(context: Context) -> int:
+    """A lease for a copy is of no use beyond the call's own deadline."""
+    return context.deadline.left_ms() + TTL_MARGIN_MS
+
+
+def touch_before(
+    session: Session, binding: Binding, keys: Sequence[BlockKey], start: int
+) -> Operation[None]:
+    """Names a prompt's blocks before `start` once more, where they went in several calls, from its
+    tail to its head: what was used last leaves last, and of a prompt that has to be the head.
+    """
+    limit = session.keys_per_call_max
+    with contextlib.suppress(CallFailed):  # nothing but their order is at stake
+        for first in range(start - limit, -1, -limit):
+            chain = keys[first : first + limit]
+            message = pb.ReserveRequest(
+                session=session.secret,
+                space_id=binding.space_id,
+                chain=b"".join(chain),
+                first_block=len(chain),
+                parent=keys[first - 1] if first else b"",
+                chain_start=first,
+            )
+            yield Rpc(session, "Reserve", message, pb.ReserveReply)
 
 
 def in_space(spec: SpaceSpec, attempt: Callable[[Session, Binding], Operation[T]]) -> Operation[T]:

@@ -98,6 +98,7 @@ class FakeStore:
         self._sessions: set[bytes] = set()
         self._staging: dict[bytes, tuple[int, shm.SharedRegion]] = {}
         self._reservations: dict[int, _Reservation] = {}
+        self._granted: dict[tuple[bytes, int], int] = {}
         self._sockets: list[socket.socket] = []
 
     # ---------------------------------------------------------------- for the test
@@ -303,12 +304,17 @@ class FakeStore:
         reply.leased_blocks = sum(there)
         reply.lease_id = next(_ids)
         self.leases.add(reply.lease_id)
+        self._granted[request.session, request.nonce] = reply.lease_id
         return reply
 
     def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         known = self.leases & set(request.lease_ids)
         self.leases -= known
         for lease_id in request.lease_ids:
+            self._reservations.pop(lease_id, None)
+        for nonce in request.unheard:
+            lease_id = self._granted.pop((request.session, nonce), 0)
+            self.leases.discard(lease_id)
             self._reservations.pop(lease_id, None)
         self.reports += request.reports
         self._lock.notify_all()
@@ -366,6 +372,7 @@ class FakeStore:
             return reply
         offsets = [number * part_bytes for number in range(len(taken))]
         reply.lease_id = next(_ids)
+        self._granted[request.session, request.nonce] = reply.lease_id
         reply.wanted, reply.offsets = convert.pack_u32(taken), convert.pack_u64(offsets)
         reply.staging_region_id = self._staging_of(request.session)[0]
         self._reservations[reply.lease_id] = _Reservation(

@@ -158,10 +158,17 @@ class Link:
 
     def release(self, session: Session, lease_id: int, report: pb.LoadReport | None = None) -> None:
         """Ends a lease of either kind, some time soon. Never waits."""
+        self._release(Release(session, lease_id, report))
+
+    def unheard(self, session: Session, nonce: int) -> None:
+        """Ends what the call with this nonce was granted, or will be. Never waits."""
+        self._release(Release(session, 0, nonce=nonce))
+
+    def _release(self, release: Release) -> None:
         with self._changed:
-            if session is not self._session or self._closed:
+            if release.session is not self._session or self._closed:
                 return
-            if self._releases.add(Release(session, lease_id, report), self._clock()):
+            if self._releases.add(release, self._clock()):
                 self._wake()
 
     def lost(self, session: Session) -> None:

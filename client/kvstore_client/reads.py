@@ -28,6 +28,8 @@ from kvstore_client.calls import (
     check_digest,
     check_open,
     in_space,
+    lease_ttl_ms,
+    touch_before,
 )
 from kvstore_client.channel import CallFailed
 from kvstore_client.regions import Region
@@ -39,6 +41,7 @@ from kvstore_client.steps import (
     Operation,
     Rpc,
     Stream,
+    granted,
 )
 from kvstore_client.streams import download_blocks
 
@@ -153,6 +156,7 @@ def _fetch(
             done.reason, done.detail = failure.reason, failure.detail
         if done.blocks < start + len(keys):
             break
+    yield from touch_before(session, binding, request.keys, start)
     if request.all_or_nothing and done.blocks < len(request.keys):
         done.blocks = done.bytes = 0
     return done
@@ -168,7 +172,8 @@ def _fetch_window(
     done: Copied,
 ) -> Operation[None]:
     acquire = _acquire_request(context, session, binding, keys, request)
-    reply: pb.AcquireReply = yield Rpc(session, "Acquire", acquire, pb.AcquireReply)
+    step = Rpc(session, "Acquire", acquire, pb.AcquireReply)
+    reply: pb.AcquireReply = yield from granted(context, step)
     if not reply.lease_id:
         check_open(reply.reason)
         done.reason = _absence(reply)
@@ -203,6 +208,7 @@ def _acquire_request(
         space_id=binding.space_id,
         keys=b"".join(keys),
         mode=pb.LEASE_MODE_COPY,
+        ttl_ms=lease_ttl_ms(context),
         wait_ms=min(request.wait_ms, left_ms),
         all_or_nothing=request.all_or_nothing,
         request_id=request.request_id,
@@ -353,7 +359,8 @@ def _view(
         request_id=request_id,
     )
     try:
-        reply: pb.AcquireReply = yield Rpc(session, "Acquire", request, pb.AcquireReply)
+        step = Rpc(session, "Acquire", request, pb.AcquireReply)
+        reply: pb.AcquireReply = yield from granted(context, step)
     except CallFailed as failure:
         if failure.outage:
             # It may have been granted, and nothing but the session's end would end it.

@@ -25,11 +25,14 @@ AGAIN_NS = 100 * NS_PER_MS
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The end of a lease of either kind, and what was measured under it."""
+    """The end of a lease of either kind, and what was measured under it; or of what the call with
+    this nonce was granted, whose answer was not heard.
+    """
 
     session: Session
     lease_id: int
-    report: pb.LoadReport | None
+    report: pb.LoadReport | None = None
+    nonce: int = 0
 
 
 class Releases:
@@ -79,6 +82,7 @@ def request_of(batch: Sequence[Release]) -> pb.ReleaseRequest:
     """The message for releases of one session."""
     return pb.ReleaseRequest(
         session=batch[0].session.secret,
-        lease_ids=[release.lease_id for release in batch],
+        lease_ids=[release.lease_id for release in batch if release.lease_id],
         reports=[release.report for release in batch if release.report is not None],
+        unheard=[release.nonce for release in batch if release.nonce],
     )

@@ -101,7 +101,7 @@ class Root:
     ) -> T:
         """Runs an operation in this thread, until its deadline at most."""
         link = self.link()
-        context = Context(deadline, link.release, link.lost, self._copy_executor())
+        context = Context(deadline, link.release, link.unheard, link.lost, self._copy_executor())
         operation = prepared.start(context)
         if prepared.failed is not None:
             operation = steps.guarded(operation, prepared.failed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,8 @@ class Session:
     detail: str = ""
     views: set[int] = field(default_factory=set)
     renew: bool = False
+    nonces: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Names for calls that grant a lease: see `steps.granted`."""
     spaces: dict[bytes, Any] = field(default_factory=dict)
 
     @property

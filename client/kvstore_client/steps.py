@@ -40,6 +40,7 @@ __all__ = [
     "Stream",
     "UserError",
     "drive",
+    "granted",
     "guarded",
 ]
 
@@ -119,12 +120,30 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What an operation may use besides its steps. `release` ends a lease without waiting."""
+    """What an operation may use besides its steps. `release` ends a lease without waiting,
+    `unheard` what the call with this nonce was granted.
+    """
 
     deadline: Deadline
     release: Release
+    unheard: Callable[[Session, int], None]
     lost: Callable[[Session], None]
     executor: Executor | None = None
+
+
+def granted(context: Context, step: Rpc) -> Operation[Any]:
+    """A call that grants a lease. If its answer is not heard, what it was granted is given back."""
+    request: Any = step.request
+    request.nonce = next(step.session.nonces)
+    try:
+        return (yield step)
+    except CallFailed as failure:
+        if failure.outage or failure.reason in (Reason.CANCELLED, Reason.DEADLINE_EXCEEDED):
+            context.unheard(step.session, request.nonce)
+        raise
+    except BaseException:
+        context.unheard(step.session, request.nonce)
+        raise
 
 
 def perform(step: Step, link: Link, deadline: Deadline) -> Any:

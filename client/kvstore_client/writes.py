@@ -27,6 +27,8 @@ from kvstore_client.calls import (
     check_digest,
     check_open,
     in_space,
+    lease_ttl_ms,
+    touch_before,
 )
 from kvstore_client.channel import CallFailed
 from kvstore_client.regions import Staging
@@ -40,6 +42,7 @@ from kvstore_client.steps import (
     Rpc,
     Stream,
     UserError,
+    granted,
 )
 from kvstore_client.streams import Fill, RowsFill, upload_blocks
 
@@ -73,6 +76,7 @@ class Tally:
     reserved: int = 0
     reason: Reason = Reason.OK
     detail: str = ""
+    mark: int = 0
 
     @property
     def committed(self) -> int:
@@ -130,6 +134,7 @@ def _push(
             yield from steps
             if tally.reason is not Reason.OK:
                 break
+        yield from touch_before(session, binding, request.keys, start)
     except CallFailed as failure:
         if failure.reason in SPACE_GONE and not tally.committed:
             raise
@@ -152,9 +157,12 @@ def _push_chain(
     first = max(0, request.first_block - start)
     first_look = True
     while first < len(chain):
-        message = _reserve_request(spec, session, binding, request, chain, first)
-        reply: pb.ReserveReply = yield Rpc(session, "Reserve", message, pb.ReserveReply)
+        message = _reserve_request(context, spec, session, binding, request, chain, first, start)
+        message.since = tally.mark
+        step = Rpc(session, "Reserve", message, pb.ReserveReply)
+        reply: pb.ReserveReply = yield from granted(context, step)
         check_open(reply.reason)
+        tally.mark = tally.mark or reply.mark
         if first_look:
             tally.present += reply.present
             tally.reserved += reply.reserved
@@ -174,12 +182,14 @@ def _push_chain(
 
 
 def _reserve_request(
+    context: Context,
     spec: SpaceSpec,
     session: Session,
     binding: Binding,
     request: PushRequest,
     chain: Sequence[BlockKey],
     first: int,
+    start: int,
 ) -> pb.ReserveRequest:
     return pb.ReserveRequest(
         session=session.secret,
@@ -188,7 +198,10 @@ def _reserve_request(
         first_block=first,
         part=spec.part,
         attempt=request.attempt,
+        ttl_ms=lease_ttl_ms(context),
         request_id=request.request_id,
+        parent=request.keys[start - 1] if start else b"",
+        chain_start=start,
     )
 
 
@@ -299,7 +312,10 @@ def _push_streams(
     for at in range(0, len(absent), step):
         window = absent[at : at + step]
         end = window[-1] + 1
-        message = _reserve_request(spec, session, binding, request, chain[:end], window[0])
+        message = _reserve_request(
+            context, spec, session, binding, request, chain[:end], window[0], start
+        )
+        message.since = tally.mark
         timeout_s = context.deadline.left_s()
 
         def run(
@@ -315,6 +331,7 @@ def _push_streams(
         data: bytes = yield Stream(session, run)
         reply = _push_reply(data, len(window))
         check_open(reply.reason)
+        tally.mark = tally.mark or reply.mark
         between = end - window[0] - len(window)
         if len(spec.layout.parts) == 1:
             tally.stored += reply.stored

@@ -85,6 +85,7 @@ class Books:
         self.effects: list[Effect] = []
         self.tickets: Counter[int] = Counter()
         self.command = 0
+        self.spared = 0
         self.draining = False
         self._ids: Counter[str] = Counter()
 
@@ -115,9 +116,12 @@ class Books:
         """Ids up to `used` were given before a restart."""
         self._ids[kind] = max(self._ids[kind], used)
 
-    def next_command(self) -> int:
-        """The number of a command that may evict: what it uses itself is no victim of it."""
+    def next_command(self, since: int = 0) -> int:
+        """The number of a command that may evict: what it uses itself is no victim of it, nor what
+        was used from command `since` on, if that is given.
+        """
         self.command += 1
+        self.spared = min(since or self.command, self.command)
         return self.command
 
     def arena_below(self, tier: int) -> Arena | None:

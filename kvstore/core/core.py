@@ -30,8 +30,10 @@ from kvstore.core.writes import Writes
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.reasons import BadRequest, KVStoreError, Reason
 from kvstore.model.values import (
+    HEAD,
     Absence,
     Acquired,
+    Before,
     CommitResult,
     Committed,
     CoreLimits,
@@ -98,9 +100,8 @@ class Core:
     # ------------------------------------------------------------------ sessions
 
     def begin_session(self, tenant: str, group: bytes, now_ns: int) -> int:
-        """A new session of `group`, 1 to 64 bytes that name the engine instance.
-
-        BadRequest: no such tenant. KVStoreError(LIMIT_SESSIONS).
+        """A new session of `group`, 1 to 64 bytes that name the engine instance. BadRequest: no
+        such tenant. KVStoreError(LIMIT_SESSIONS).
         """
         books = self.books
         if tenant not in books.tenants:
@@ -245,9 +246,7 @@ class Core:
             self._writes.abort(lease, Reason.ABORTED, now_ns)
 
     def leased_bytes(self, session: int, lease_id: int, blocks: int) -> int:
-        """Bytes of `blocks` blocks of a read lease, at most of all that it holds; 0 if it is none
-        of the session's group.
-        """
+        """Bytes of so many blocks of a read lease, at most of all; 0 if it is not the group's."""
         known, lease = self._session(session), self.books.leases.get(lease_id)
         if known is None or not isinstance(lease, ReadLease) or lease.session is None:
             return 0
@@ -267,17 +266,17 @@ class Core:
         attempt: int,
         until_ns: int,
         now_ns: int,
+        before: Before = HEAD,
     ) -> Reserved:
         """A write lease on what is wanted of `chain[first:]`, as many leading blocks as there is
-        room for. `chain` is the prompt from its first block on.
-        """
+        room for. `chain` is the prompt from its first block on, but for what is `before` it."""
         known = self._session(session)
         if known is None:
             return Reserved(0, [], [], 0, 0, 0, Reason.SESSION_UNKNOWN, 0)
         if len(chain) > self.books.limits.keys_per_call_max:
             return Reserved(0, [], [], 0, 0, 0, Reason.TOO_MANY_KEYS, 0)
         return self._writes.reserve(
-            known, space_id, list(chain), max(first, 0), part, attempt, until_ns, now_ns
+            known, space_id, list(chain), max(first, 0), part, attempt, until_ns, before, now_ns
         )
 
     def is_reserved(self, session: int, lease_id: int) -> bool:

@@ -37,14 +37,14 @@ class Moves:
     # ------------------------------------------------------------------ slots
 
     def take(self, pool: Pool, now_ns: int) -> Slot | None:
-        """A FREE slot of the pool, by eviction if need be. None: everything is held, or belongs to
-        this very command.
+        """A FREE slot of the pool, by eviction if need be. None: everything is held, or was used by
+        this very command, or by those that it spares.
         """
         if not pool.free and not self._grow(pool, now_ns):
             self._press(pool, now_ns)
             if not pool.free:
                 victim = pool.victim(pass_saves=PASSED_MAX if self._saves_ahead else 0)
-                if victim is None or victim.command == self.books.command:
+                if victim is None or victim.command >= self.books.spared:
                     return None
                 self.evict(victim, now_ns)
         return pool.free.popleft()

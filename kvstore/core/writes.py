@@ -17,7 +17,7 @@ from kvstore.core.states import SlotState, SpaceState
 from kvstore.core.turns import Turns
 from kvstore.model.layout import Part
 from kvstore.model.reasons import Reason
-from kvstore.model.values import STAGING, CommitResult, Committed, Place, Reserved
+from kvstore.model.values import STAGING, Before, CommitResult, Committed, Place, Reserved
 
 READY = SlotState.READY
 FILLING = SlotState.FILLING
@@ -43,6 +43,7 @@ class Writes:
         part_index: int,
         attempt: int,
         until_ns: int,
+        before: Before,
         now_ns: int,
     ) -> Reserved:
         """Takes as many leading wanted blocks as staging and slots allow."""
@@ -58,18 +59,19 @@ class Writes:
             return _refused(Reason.PART_TOO_LARGE, part)
         if len(session.leases) >= self.books.limits.leases_per_session_max:
             return _refused(Reason.LIMIT_LEASES, part)
+        mark = self.books.next_command(before.since)
         found = self._touch_chain(space, chain, now_ns)
         group = self._group(space, session, attempt)
         wanted, present, reserved = _offer(found, first, group, 1 << part_index)
         if not wanted:
-            return Reserved(0, [], [], 0, present, reserved, Reason.OK, part.length)
+            return Reserved(0, [], [], 0, present, reserved, Reason.OK, part.length, mark)
         staging = self.turns.staging(session, part.length, now_ns)
         if not isinstance(staging, Staging):
-            return Reserved(0, [], [], 0, present, reserved, staging, part.length)
+            return Reserved(0, [], [], 0, present, reserved, staging, part.length, mark)
         lease = WriteLease(session, space, group, part_index, chain, staging, until_ns)
-        reason = self._take(lease, wanted, found, now_ns)
+        reason = self._take(lease, wanted, found, before, now_ns)
         if not lease.slots:
-            return Reserved(0, [], [], 0, present, reserved, reason, part.length)
+            return Reserved(0, [], [], 0, present, reserved, reason, part.length, mark)
         self.books.leases.add(lease)
         taken = wanted[: len(lease.slots)]
         return Reserved(
@@ -81,11 +83,12 @@ class Writes:
             reserved,
             reason,
             part.length,
+            mark,
         )
 
     def _touch_chain(self, space: Space, chain: list[bytes], now_ns: int) -> list[Slot | None]:
         """What there is of a chain. It was just used, and this command will not evict it."""
-        command = self.books.next_command()
+        command = self.books.command
         found = list(map(space.index.get, chain))
         ready = [slot for slot in found if slot is not None and slot.state is READY]
         for slot in ready:
@@ -99,7 +102,12 @@ class Writes:
         return space.groups.get(key) or WriteGroup(key)
 
     def _take(
-        self, lease: WriteLease, wanted: list[int], found: list[Slot | None], now_ns: int
+        self,
+        lease: WriteLease,
+        wanted: list[int],
+        found: list[Slot | None],
+        before: Before,
+        now_ns: int,
     ) -> Reason:
         """Slots and staging for the leading wanted blocks. OK, or why not for all."""
         space, group, chain = lease.space, lease.group, lease.chain
@@ -116,8 +124,10 @@ class Writes:
                 if slot is None:
                     reason = Reason.NO_SPACE
                     break
-                parent = chain[index - 1] if index else b""
-                pool.begin(slot, space, chain[index], parent, index, Fill(group))
+                parent = chain[index - 1] if index else before.parent
+                depth = before.blocks + index
+                pool.begin(slot, space, chain[index], parent, depth, Fill(group))
+                slot.command = self.books.command
                 space.index[chain[index]] = slot
                 group.fills[slot] = None
             assert slot.fill is not None

@@ -169,12 +169,28 @@ class Settled(NamedTuple):
     leased: int
 
 
+class Before(NamedTuple):
+    """What comes before a chain that does not begin with its prompt's first block.
+
+    parent: key of the block before it. blocks: how many there are. since: the `mark` of the
+    prompt's first reservation; what was used since then is no victim of this one.
+    """
+
+    parent: bytes = b""
+    blocks: int = 0
+    since: int = 0
+
+
+HEAD = Before()
+"""Nothing: the chain begins with the first block."""
+
+
 class Reserved(NamedTuple):
     """A write lease. 0: nothing is wanted or possible.
 
     wanted: indexes into the chain, ascending. offsets: of this part of each wanted block in the
     staging region. present, reserved: offered blocks that are there, or being written by others.
-    reason: OK, or why the rest was not taken.
+    reason: OK, or why the rest was not taken. mark: of this moment, for `Before.since`.
     """
 
     lease_id: int
@@ -185,6 +201,7 @@ class Reserved(NamedTuple):
     reserved: int
     reason: Reason
     part_bytes: int
+    mark: int = 0
 
 
 class Committed(NamedTuple):

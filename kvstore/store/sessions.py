@@ -9,6 +9,8 @@ import hashlib
 import secrets
 from dataclasses import dataclass, field
 
+from kvstore.store.grants import Grants
+
 SECRET_BYTES = 16
 
 
@@ -26,6 +28,7 @@ class Session:
     fd_bound: bool = False
     """A process with an fd socket stands behind it: that is its life, not the Attach stream."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    grants: Grants = field(default_factory=Grants)
 
 
 class Sessions:

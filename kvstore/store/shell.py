@@ -34,6 +34,8 @@ from kvstore.model.hits import ABSENT, PENDING, leading_run
 from kvstore.model.layout import Layout
 from kvstore.model.reasons import BadRequest, KVStoreError, Reason
 from kvstore.model.values import (
+    HEAD,
+    Before,
     CommitResult,
     LeaseMode,
     Opening,
@@ -381,11 +383,12 @@ class Store:
         part: int,
         attempt: int,
         ttl_ns: int,
+        before: Before = HEAD,
     ) -> Reserved:
         """Write lease on what of `chain[first:]` is wanted and has room; refusals are values."""
         now_ns = self.clock.monotonic_ns()
         reserved = self.core.reserve(
-            session.id, space_id, chain, first, part, attempt, now_ns + ttl_ns, now_ns
+            session.id, space_id, chain, first, part, attempt, now_ns + ttl_ns, now_ns, before
         )
         self._run()
         return reserved

@@ -10,7 +10,7 @@ from kvstore.model.cost import COST_MAX, PrefillCost
 from kvstore.model.hits import GroupPresence, HitRule, agreed_tokens, leading_run
 from kvstore.model.layout import Layout
 from kvstore.model.plan import Plan
-from kvstore.model.reasons import BadRequest, Reason
+from kvstore.model.reasons import BadRequest, KVStoreError, Reason
 from kvstore.model.values import Absence, LeaseMode, Region
 from kvstore.policy.plan import FixedLoad, plan, runs_of
 from kvstore.store import NS_PER_MS, Leased, Store
@@ -172,6 +172,7 @@ class ReadCalls:
             raise BadRequest(Reason.BAD_REQUEST, f"there is no lease mode {request.mode}")
         view = mode is LeaseMode.VIEW
         ttl_ms = ttl(request.ttl_ms, self._limits.lease_ttl_ms)
+        session.grants.check(request.nonce)
         call.record.prompt(request.space_id, packed, layout.block_tokens)
         self._boundary.stage(call, "preconditions")
         leased = await self._store.acquire(
@@ -184,6 +185,12 @@ class ReadCalls:
             load_ns=self._boundary.load_ns(call),
             all_or_nothing=request.all_or_nothing,
         )
+        try:
+            session.grants.check(request.nonce)
+        except KVStoreError:
+            self._store.release(session, (leased.lease_id,))
+            raise
+        session.grants.note(request.nonce, leased.lease_id)
         self._boundary.stage(call, "movement")
         call.record.count("blocks", len(keys), leased.leased)
         absence = self.absence(call, request.space_id, keys, leased)
@@ -216,7 +223,7 @@ class ReadCalls:
 
     async def release(self, request: pb.ReleaseRequest, call: Call) -> pb.ReleaseReply:
         limit = self._limits.leases_per_session_max
-        if len(request.lease_ids) > limit or len(request.reports) > limit:
+        if max(len(request.lease_ids), len(request.reports), len(request.unheard)) > limit:
             raise BadRequest(
                 Reason.BAD_SIZE,
                 f"{limit} leases at most in a release",
@@ -229,8 +236,11 @@ class ReadCalls:
         for report in request.reports:
             self._loaded(report, call, ends=report.lease_id in ending)
             ending.discard(report.lease_id)
-        released, unknown = self._store.release(call.the_session(), lease_ids)
-        call.record.count("leases", len(lease_ids), released)
+        session = call.the_session()
+        released, unknown = self._store.release(session, lease_ids)
+        unheard = list(map(session.grants.give_up, request.unheard))
+        released += self._store.release(session, unheard)[0]
+        call.record.count("leases", len(lease_ids) + len(request.unheard), released)
         return pb.ReleaseReply(released=released, unknown=unknown)
 
     def _loaded(self, report: pb.LoadReport, call: Call, *, ends: bool) -> None:

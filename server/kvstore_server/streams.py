@@ -147,6 +147,7 @@ class StreamCalls:
             present=reserved.present,
             reserved=reserved.reserved,
             reason=convert.reason_to_wire(reserved.reason),
+            mark=reserved.mark,
         )
         if not reserved.lease_id:
             return reply

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvstore.config import Limits
+from kvstore.model.keys import KEY_BYTES
 from kvstore.model.reasons import BadRequest, Reason
-from kvstore.model.values import CommitResult, Reserved
+from kvstore.model.values import Before, CommitResult, Reserved
 from kvstore.store import NS_PER_MS, Store
 from kvstore.wire import convert
 from kvstore.wire.status import RETRY_AFTER_MS
@@ -23,7 +24,10 @@ class WriteCalls:
         self._tenant = tenant
 
     async def reserve(self, request: pb.ReserveRequest, call: Call) -> pb.ReserveReply:
+        session = call.the_session()
+        session.grants.check(request.nonce)
         reserved = self.reserved(request, call)
+        session.grants.note(request.nonce, reserved.lease_id)
         retry = reserved.reason.is_retryable
         return pb.ReserveReply(
             lease_id=reserved.lease_id,
@@ -36,6 +40,7 @@ class WriteCalls:
             reason=convert.reason_to_wire(reserved.reason),
             retry_after_ms=RETRY_AFTER_MS if retry else 0,
             ttl_ms=ttl(request.ttl_ms, self._limits.reserve_ttl_ms),
+            mark=reserved.mark,
         )
 
     def reserved(self, request: pb.ReserveRequest, call: Call) -> Reserved:
@@ -45,6 +50,11 @@ class WriteCalls:
         if request.first_block > len(chain):
             raise BadRequest(
                 Reason.BAD_SIZE, f"first_block {request.first_block} is beyond {len(chain)} keys"
+            )
+        before = Before(request.parent, request.chain_start, request.since)
+        if len(before.parent) != (KEY_BYTES if before.blocks else 0):
+            raise BadRequest(
+                Reason.BAD_KEY_LENGTH, f"parent is a key of {KEY_BYTES} bytes after a chain_start"
             )
         session = call.the_session()
         layout, _ = self._store.space_of(session, request.space_id)
@@ -58,6 +68,7 @@ class WriteCalls:
             part=request.part,
             attempt=request.attempt,
             ttl_ns=ttl(request.ttl_ms, self._limits.reserve_ttl_ms) * NS_PER_MS,
+            before=before,
         )
         self._boundary.stage(call, "plan")
         call.reason = reserved.reason

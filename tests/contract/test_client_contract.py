@@ -143,6 +143,72 @@ def test_more_keys_than_a_call_may_have_are_split(make: MakeClient) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_the_stretches_of_a_long_prompt_are_said_to_be_one(make: MakeClient, path: str) -> None:
+    """Each names what comes before it; then they are named again, so that the head leaves last."""
+    store = FakeStore(capacity_blocks=64, keys_per_call_max=7)
+    said: list[pb.ReserveRequest] = []
+
+    def answer(method: str, request: Any) -> Any:
+        reserves = method == "Reserve" or method == "Push"
+        if not reserves:
+            return None
+        reserve = request if method == "Reserve" else request[0].reserve
+        said.append(reserve)
+        reply = store.answer(method, request)
+        reply.mark = 100 + len(said)
+        return reply
+
+    space = make(transport=answered(store, answer), config=config(path)).space(MODEL)
+    prompt, data = tokens(20), rows(20, BLOCK_BYTES)
+    keys = space.keys(prompt)
+    assert space.push(keys, data).stored == 20
+    written = [one for one in said if one.first_block * 32 < len(one.chain)]
+    assert {one.chain_start for one in written} == {0, 7, 14}
+    for one in said:
+        assert one.parent == (keys[one.chain_start - 1] if one.chain_start else b"")
+        assert one.chain == b"".join(keys[one.chain_start : one.chain_start + 7])
+    assert [one.since for one in written] == [0] + [101] * (len(written) - 1)
+    assert [one.chain_start for one in said[len(written) :]] == [7, 0]
+    assert said[: len(written)] == written
+    said.clear()
+    assert space.fetch(keys).blocks == 20
+    assert [one.chain_start for one in said] == ([7, 0] if path == "shm" else [])
+    store.close()
+
+
+@pytest.mark.parametrize("method", ["Reserve", "Acquire"])
+def test_what_an_unheard_answer_granted_is_given_back(
+    make: MakeClient, store: FakeStore, method: str
+) -> None:
+    clock = FakeClock()
+    lost = 0
+
+    def answer(name: str, request: Any) -> Any:
+        nonlocal lost
+        if name != method or lost == 3:
+            return None
+        lost += 1
+        assert store.answer(name, request).lease_id
+        return NEVER
+
+    transport = answered(store, answer, clock)
+    client = make(transport=transport, clock=clock, config=config(breaker_failures=100))
+    space = client.space(MODEL)
+    with clients("threads") as others:
+        others(transport=store.transport).space(MODEL).push(tokens(4), rows(4, BLOCK_BYTES))
+    for number in range(3):
+        if method == "Acquire":
+            assert space.fetch(space.keys(tokens(4))).blocks == 0
+        else:
+            new = tokens(2, seed=10 + number)
+            assert space.push(new, rows(2, BLOCK_BYTES)).reason is Reason.DEADLINE_EXCEEDED
+    assert lost == 3
+    assert space.fetch(space.keys(tokens(4))).blocks == 4
+    clock.advance(1.0)
+    assert store.wait(lambda s: not s.leases and not s._reservations)
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_ranks_fill_their_parts(make: MakeClient, store: FakeStore, path: str) -> None:
     client = make(transport=store.transport, config=config(path))
     spread = model(ranks=2)

@@ -24,7 +24,7 @@ from kvstore.wire.v1 import store_pb2 as pb
 from tests.e2e.stage import Prompt, altered, model
 from tests.integration.polling import within
 from tests.integration.stack import Stack
-from tests.rawclient import RawClient, Refused, reason, refused_as
+from tests.rawclient import RawAdmin, RawClient, Refused, reason, refused_as
 
 MODEL = model()
 PROMPT = Prompt(MODEL, 1, blocks=8)
@@ -767,3 +767,43 @@ def test_explaining_many_keys_lets_others_in(stack: Stack, client: RawClient, sp
     with stack.turns() as turns:
         assert len(client.explain(space, keys).keys) == len(keys)
     assert len(turns) > 100
+
+
+# ---------------------------------------------------------------- answers that were not heard
+
+
+@pytest.mark.parametrize("method", ["acquire", "reserve"])
+def test_what_a_nonce_was_granted_ends_by_it(stack: Stack, method: str) -> None:
+    prompt = Prompt(MODEL, 71, blocks=4)
+    with RawClient(stack.socket()) as client, RawAdmin(stack.admin_socket) as admin:
+        space = client.open(MODEL).space_id
+        client.put(space, prompt.keys[:2], prompt.rows()[:2])
+        staging = client.welcome.limits.staging_bytes
+        for nonce in range(1, 2 * staging // 4096):  # of staging, too, nothing stays behind
+            assert getattr(client, method)(space, prompt.keys, nonce=nonce).lease_id, nonce
+            answer = client.call("Release", pb.ReleaseRequest(unheard=[nonce]))
+            assert (answer.released, answer.unknown) == (1, 0)
+        stats = admin.stats()
+        assert stats.read_leases == stats.write_leases == 0
+        # One that comes after it was given up is refused, and holds nothing.
+        client.call("Release", pb.ReleaseRequest(unheard=[10**9, 0]))
+        with pytest.raises(Refused) as refused:
+            getattr(client, method)(space, prompt.keys, nonce=10**9)
+        assert refused.value.reason is Reason.CANCELLED
+        stats = admin.stats()
+        assert stats.read_leases == stats.write_leases == 0
+
+
+def test_what_comes_before_a_chain_is_a_key_and_a_count(stack: Stack) -> None:
+    prompt = Prompt(MODEL, 72, blocks=2)
+    with RawClient(stack.socket()) as client:
+        space = client.open(MODEL).space_id
+        for parent, start in ((b"", 1), (bytes(32), 0), (bytes(31), 1), (bytes(64), 2)):
+            with pytest.raises(Refused) as refused:
+                client.reserve(space, prompt.keys, parent=parent, chain_start=start)
+            assert refused.value.reason is Reason.BAD_KEY_LENGTH
+        more: dict[str, Any] = {"parent": bytes(32), "chain_start": 2**32 - 1, "since": 2**64 - 1}
+        reserved = client.reserve(space, prompt.keys, **more)
+        assert reserved.mark > 0
+        client.fill(reserved, prompt.rows())
+        assert client.commit(reserved.lease_id).visible == 2

@@ -853,6 +853,7 @@ class AcquireRequest(google.protobuf.message.Message):
     WAIT_MS_FIELD_NUMBER: builtins.int
     ALL_OR_NOTHING_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     space_id: builtins.int
     keys: builtins.bytes
@@ -864,6 +865,8 @@ class AcquireRequest(google.protobuf.message.Message):
     all_or_nothing: builtins.bool
     """no lease unless every key is there (ranks of one group must agree)"""
     request_id: builtins.str
+    nonce: builtins.int
+    """names this call within its session, for Release.unheard; 0: it cannot be named"""
     def __init__(
         self,
         *,
@@ -875,8 +878,9 @@ class AcquireRequest(google.protobuf.message.Message):
         wait_ms: builtins.int = ...,
         all_or_nothing: builtins.bool = ...,
         request_id: builtins.str = ...,
+        nonce: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["all_or_nothing", b"all_or_nothing", "keys", b"keys", "mode", b"mode", "request_id", b"request_id", "session", b"session", "space_id", b"space_id", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_or_nothing", b"all_or_nothing", "keys", b"keys", "mode", b"mode", "nonce", b"nonce", "request_id", b"request_id", "session", b"session", "space_id", b"space_id", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___AcquireRequest: typing_extensions.TypeAlias = AcquireRequest
 
@@ -1000,19 +1004,25 @@ class ReleaseRequest(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     LEASE_IDS_FIELD_NUMBER: builtins.int
     REPORTS_FIELD_NUMBER: builtins.int
+    UNHEARD_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LoadReport]: ...
+    @property
+    def unheard(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """nonces of calls whose answer did not come: what they were or will be granted ends; as many as lease_ids may be"""
+
     def __init__(
         self,
         *,
         session: builtins.bytes = ...,
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
         reports: collections.abc.Iterable[Global___LoadReport] | None = ...,
+        unheard: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids", "reports", b"reports", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids", "reports", b"reports", "session", b"session", "unheard", b"unheard"]) -> None: ...
 
 Global___ReleaseRequest: typing_extensions.TypeAlias = ReleaseRequest
 
@@ -1048,6 +1058,10 @@ class ReserveRequest(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
+    CHAIN_START_FIELD_NUMBER: builtins.int
+    SINCE_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     space_id: builtins.int
     chain: builtins.bytes
@@ -1060,6 +1074,16 @@ class ReserveRequest(google.protobuf.message.Message):
     """with the session's group: the write group; parts of two write groups never mix"""
     ttl_ms: builtins.int
     request_id: builtins.str
+    nonce: builtins.int
+    """as in AcquireRequest"""
+    parent: builtins.bytes
+    """A prompt of more keys than a call takes goes in several: where `chain` does not begin with its first block.
+    key of the block before chain[0]: 32 bytes where chain_start is not 0, else none
+    """
+    chain_start: builtins.int
+    """how many blocks of the prompt come before chain[0]"""
+    since: builtins.int
+    """`mark` of the prompt's first call: no block that was used since then makes room for this one"""
     def __init__(
         self,
         *,
@@ -1071,8 +1095,12 @@ class ReserveRequest(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         ttl_ms: builtins.int = ...,
         request_id: builtins.str = ...,
+        nonce: builtins.int = ...,
+        parent: builtins.bytes = ...,
+        chain_start: builtins.int = ...,
+        since: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chain", b"chain", "first_block", b"first_block", "part", b"part", "request_id", b"request_id", "session", b"session", "space_id", b"space_id", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chain", b"chain", "chain_start", b"chain_start", "first_block", b"first_block", "nonce", b"nonce", "parent", b"parent", "part", b"part", "request_id", b"request_id", "session", b"session", "since", b"since", "space_id", b"space_id", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 Global___ReserveRequest: typing_extensions.TypeAlias = ReserveRequest
 
@@ -1090,6 +1118,7 @@ class ReserveReply(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
+    MARK_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     """0: nothing is wanted or possible"""
     wanted: builtins.bytes
@@ -1106,6 +1135,8 @@ class ReserveReply(google.protobuf.message.Message):
     """OK; else why the rest was not taken: STAGING_BUSY, NO_SPACE, DRAINING, ..."""
     retry_after_ms: builtins.int
     ttl_ms: builtins.int
+    mark: builtins.int
+    """of this moment, for `since`"""
     def __init__(
         self,
         *,
@@ -1119,8 +1150,9 @@ class ReserveReply(google.protobuf.message.Message):
         reason: Global___Reason.ValueType = ...,
         retry_after_ms: builtins.int = ...,
         ttl_ms: builtins.int = ...,
+        mark: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "offsets", b"offsets", "part_bytes", b"part_bytes", "present", b"present", "reason", b"reason", "reserved", b"reserved", "retry_after_ms", b"retry_after_ms", "staging_region_id", b"staging_region_id", "ttl_ms", b"ttl_ms", "wanted", b"wanted"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "mark", b"mark", "offsets", b"offsets", "part_bytes", b"part_bytes", "present", b"present", "reason", b"reason", "reserved", b"reserved", "retry_after_ms", b"retry_after_ms", "staging_region_id", b"staging_region_id", "ttl_ms", b"ttl_ms", "wanted", b"wanted"]) -> None: ...
 
 Global___ReserveReply: typing_extensions.TypeAlias = ReserveReply
 
@@ -1335,11 +1367,14 @@ class PushReply(google.protobuf.message.Message):
     RESERVED_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    MARK_FIELD_NUMBER: builtins.int
     stored: builtins.int
     present: builtins.int
     reserved: builtins.int
     failed: builtins.int
     reason: Global___Reason.ValueType
+    mark: builtins.int
+    """as in ReserveReply"""
     def __init__(
         self,
         *,
@@ -1348,8 +1383,9 @@ class PushReply(google.protobuf.message.Message):
         reserved: builtins.int = ...,
         failed: builtins.int = ...,
         reason: Global___Reason.ValueType = ...,
+        mark: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["failed", b"failed", "present", b"present", "reason", b"reason", "reserved", b"reserved", "stored", b"stored"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failed", b"failed", "mark", b"mark", "present", b"present", "reason", b"reason", "reserved", b"reserved", "stored", b"stored"]) -> None: ...
 
 Global___PushReply: typing_extensions.TypeAlias = PushReply
 

@@ -20,7 +20,9 @@ from kvstore.core.pools import Slot
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.reasons import Reason
 from kvstore.model.values import (
+    HEAD,
     Acquired,
+    Before,
     CommitResult,
     CoreLimits,
     LeaseMode,
@@ -220,6 +222,7 @@ class Bench:
         part: int = 0,
         attempt: int | None = None,
         ttl_ns: int = 10 * SECOND,
+        before: Before = HEAD,
     ) -> Reserved:
         """Reserves; every call is an attempt of its own unless told otherwise."""
         self.now_ns += STEP_NS
@@ -233,6 +236,7 @@ class Bench:
             self._attempt if attempt is None else attempt,
             self.now_ns + ttl_ns,
             self.now_ns,
+            before,
         )
 
     def commit(self, session: int, lease_id: int, *, durable: bool = False) -> CommitResult:

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.core.effects import AssignStaging, Copy, Ready, UnassignStaging
 from kvstore.model.reasons import Reason
-from kvstore.model.values import STAGING, CoreLimits
+from kvstore.model.values import STAGING, Before, CoreLimits
 from tests.unit.core.harness import BLOCK, KIB, SECOND, Bench, keys
 
 
@@ -339,3 +339,62 @@ def test_who_asks_anew_for_a_commit_is_told_too() -> None:
     for _ in range(2):
         assert bench.core.settle_commit(reserved.lease_id, bench.now_ns) == (2, 0, 0, Reason.OK)
     assert bench.core.stats().write_leases == 0
+
+
+# ---------------------------------------------------------------- prompts of several calls
+
+
+def put_in_stretches(
+    bench: Bench, session: int, space: int, chain: list[bytes], since: bool
+) -> int:
+    """Two blocks a call, as of a prompt that is longer than a call; how many were stored."""
+    stored, mark = 0, 0
+    for start in range(0, len(chain), 2):
+        before = Before(chain[start - 1] if start else b"", start, mark)
+        reserved = bench.reserve(session, space, chain[start : start + 2], before=before)
+        mark = mark or (reserved.mark if since else 0)
+        bench.run()
+        if not reserved.lease_id:
+            assert reserved.reason is Reason.NO_SPACE
+            break
+        stored += bench.commit(session, reserved.lease_id).visible
+    return stored
+
+
+def test_a_long_prompt_does_not_push_out_its_own_head() -> None:
+    bench = Bench(32)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(30, "other"))
+    assert put_in_stretches(bench, session, space, keys(50), since=True) == 32
+    assert bench.have(session, space, keys(50)) == [True] * 32 + [False] * 18
+    assert bench.have(session, space, keys(30, "other")) == [False] * 30, "others make room"
+    # Without the mark each call stands for itself.
+    assert put_in_stretches(bench, session, space, keys(50, "long"), since=False) == 50
+    assert not bench.have(session, space, keys(1, "long"))[0]
+
+
+def test_a_later_stretch_is_linked_to_the_one_before() -> None:
+    bench = Bench(32, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    chain = keys(6)
+    assert put_in_stretches(bench, session, space, chain, since=True) == 6
+    bench.put(session, space, keys(32, "other"))
+    bench.settle_all()
+    saves = [copy for copy in bench.seen if isinstance(copy, Copy) and copy.why == "save"]
+    linked = {copy.key: (copy.parent, copy.depth) for copy in saves if copy.key in chain}
+    assert linked
+    for index, key in enumerate(chain):
+        if key in linked:
+            assert linked[key] == (chain[index - 1] if index else b"", index)
+
+
+def test_a_mark_of_another_time_spares_no_more_than_the_command_itself() -> None:
+    bench = Bench(32)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(32, "other"))
+    before = Before(since=2**63)
+    reserved = bench.reserve(session, space, keys(2), before=before)
+    assert len(reserved.wanted) == 2
