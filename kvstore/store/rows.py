@@ -35,6 +35,8 @@ class Rows:
         self._failed: set[int] = set()
         self._waiting: dict[int, asyncio.Future[bool]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._added = self._tried = 0  # rows, since the start
+        self._batches: list[asyncio.Future[None]] = []  # who waits for the next one to end
         self._works = True
         self._retry_at_s = self._say_at_s = 0.0
 
@@ -45,6 +47,7 @@ class Rows:
     def add(self, row: Persist) -> None:
         """Takes a row; `start` sends it on its way."""
         self._queue.append(row)
+        self._added += 1
         self._left[row.ticket] = self._left.get(row.ticket, 0) + 1
 
     def start(self) -> None:
@@ -77,17 +80,27 @@ class Rows:
         return self._ledger.durable and self._works and not self._kept
 
     async def settled(self, wait_ns: int) -> bool:
-        """Waits until all rows that were added are written. False as for `durable`."""
+        """Waits until all rows that were added by now are written, however many come meanwhile.
+        False as for `durable`.
+        """
+        added = self._added
         if self._queue or self._kept or self._ledger.tended or self._task is not None:
             await self._written_once(wait_ns)
-        done = self._task is None and self._works and not (self._queue or self._kept)
+        done = self._tried >= added and self._works and not self._kept
         return self._ledger.durable and done
 
     async def _written_once(self, wait_ns: int) -> None:
-        """Waits for one try."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._write())
-        await asyncio.wait((self._task,), timeout=wait_ns / 1e9)
+        """Waits for one try to write all that there is now."""
+        loop = asyncio.get_running_loop()
+        added, until_s = self._added, loop.time() + wait_ns / 1e9
+        while True:
+            if self._task is None:
+                self._task = loop.create_task(self._write())
+            batch: asyncio.Future[None] = loop.create_future()
+            self._batches.append(batch)
+            await asyncio.wait((batch,), timeout=max(0.0, until_s - loop.time()))
+            if self._tried >= added or not batch.done():
+                return
 
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
@@ -104,12 +117,21 @@ class Rows:
                     self._kept, self._works = rows, False
                     self._failed.update(row.ticket for row in batch)
                 self._retry_at_s = loop.time() + RETRY_S
+                self._tried += len(batch)
                 for row in batch:
                     self._written(row.ticket)
+                self._batch_ended()
                 if not self._queue:
                     return
         finally:
             self._task = None
+            self._batch_ended()
+
+    def _batch_ended(self) -> None:
+        batches, self._batches = self._batches, []
+        for batch in batches:
+            if not batch.done():
+                batch.set_result(None)
 
     def _say(self, count: int, error: OSError, now_s: float) -> None:
         if now_s >= self._say_at_s:

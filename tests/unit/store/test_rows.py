@@ -138,6 +138,27 @@ def test_rows_that_come_while_one_is_written_go_together() -> None:
         assert [task.result() for task in tasks] == [True] * 5
 
 
+def test_a_durable_commit_waits_for_its_own_rows_however_many_others_come() -> None:
+    ledger = FlakyLedger()
+    with Stand(ledger=ledger) as stand:
+        stand.pool.held = True
+
+        async def settled(model: str) -> bool:
+            stand.core.set_epoch(model, 1, "", stand.clock.monotonic_ns())
+            stand.store.run_effects()
+            return await stand.store._rows.settled(SECOND)
+
+        tasks = [stand.begin(settled("first")), stand.begin(settled("second"))]
+        for number in range(3):
+            stand.core.set_epoch(f"other {number}", 1, "", stand.clock.monotonic_ns())
+            stand.store.run_effects()
+            stand.pool.step()
+            stand.settle()
+            assert [task.done() for task in tasks] == [True, number > 0]
+        assert [task.result() for task in tasks] == [True, True]
+        assert stand.busy(), "the last one's is out"
+
+
 def test_a_caller_who_is_gone_stops_no_row() -> None:
     ledger = FlakyLedger()
     with Stand(ledger=ledger) as stand:
