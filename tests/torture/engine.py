@@ -43,6 +43,7 @@ from kvstore.tiers.disk.opening import DiskFolder
 from kvstore.tiers.disk.pages import aligned_bytes
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.verify import verify
+from tests.torture import mutants
 
 SECOND = 10**9
 CAPACITY_BYTES = 3 << 19
@@ -601,6 +602,7 @@ def _account(engine: Engine, capacity_bytes: int, found: Callable[[str, str], No
 
 def main() -> int:
     folder, seed, scale = sys.argv[1:]
+    mutants.plant(os.environ.get(mutants.VARIABLE, ""))
     # Each of these processes is thrown away after it has opened an index: it walks it itself.
     probe.examine = lambda folder: probe.short(folder) or _walked(folder)
     np.unique(np.zeros(1))  # what it imports late, every fork would import anew

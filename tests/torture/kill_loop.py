@@ -25,7 +25,7 @@ from tests.daemon import Daemon
 from tests.e2e.stage import Prompt, altered, model
 from tests.torture.base import Job, Outcome
 from tests.torture.killed_folder import ROOMY, TIGHT, KilledFolder, count_starts
-from tests.torture.oracle import Away, Client
+from tests.torture.oracle import BUSY, Away, Client
 
 CYCLES = 250
 VERIFY_EVERY = 12
@@ -45,6 +45,8 @@ STEPS = {
     "durable put": 30,
     "put": 25,
     "get": 25,
+    "get another's": 15,
+    "lookup": 10,
     "invalidate": 8,
     "abandon": 5,
     "invalidate space": 1,
@@ -52,8 +54,8 @@ STEPS = {
     "stats": 4,
 }
 """Calls of the traffic, and how often each is made."""
+READS = ("get", "get another's", "lookup", "stats")
 EVICTIONS = ("evictions host", "evictions disk")
-BUSY = (Reason.STAGING_BUSY, Reason.NO_SPACE)
 MODES = ("traffic", "traffic", "traffic", "acknowledged", "acknowledged", "starting", "draining")
 
 
@@ -149,7 +151,8 @@ class _Life:
         daemon, draining = self.kept.daemon, mode == "draining"
         fuse = _Fuse(daemon.process, rng.randint(1, 8) if mode == "acknowledged" else 0)
         threads = []
-        for worker in self._workers:
+        for worker, other in zip(self._workers, reversed(self._workers), strict=True):
+            worker.others = list(other.prompts)
             chance = random.Random(rng.random())
             threads.append(Thread(target=worker.work, args=(daemon, chance, fuse, draining)))
             threads[-1].start()
@@ -196,6 +199,7 @@ class _Worker:
 
     def __init__(self, kept: KilledFolder, name: str, sizes: Sequence[int]) -> None:
         self.prompts: list[Prompt] = []
+        self.others: Sequence[Prompt] = ()
         self.recent: list[Prompt] = []
         self._oracle = kept.oracle
         self._roomy = kept.roomy
@@ -230,17 +234,21 @@ class _Worker:
         counts = self._oracle.outcome.counts
         prompt = rng.choice(self.prompts)
         (kind,) = rng.choices(tuple(STEPS), tuple(STEPS.values()))
-        if kind not in ("get", "stats"):
+        if kind not in READS:
             self.recent.append(prompt)
         counts[kind] += 1
         if kind == "stats":
             self._look(client)
+        elif kind == "lookup":
+            client.lookup(prompt)
+        elif kind == "get another's":
+            counts["blocks read"] += client.get(rng.choice(self.others))
         elif kind == "get":
-            wanted = self._oracle.durable_run(prompt) if self._roomy else 0
-            there = client.get(prompt)
+            wanted = self._oracle.durable_run(prompt) if self._roomy and not draining else 0
+            there = client.get(prompt, wanted=wanted)
             counts["blocks read"] += there
-            if there < wanted and not draining:
-                self._oracle.failed(f"{there} of {wanted} durable blocks are there, all had room")
+            if there < wanted:
+                client.note_absent(prompt, there)
         elif kind in ("put", "durable put"):
             done = client.put(prompt, durable=kind == "durable put")
             counts[f"{kind}: {done.reason.name}"] += 1
@@ -254,7 +262,8 @@ class _Worker:
             client.abandon(prompt)
         elif kind == "invalidate":
             first = rng.randrange(BLOCKS)
-            if client.invalidate(prompt.fingerprint, prompt.keys[first:]):
+            last = rng.randint(first + 1, BLOCKS)
+            if client.invalidate(prompt.fingerprint, prompt.keys[first:last]):
                 fuse.acknowledged()
         elif kind == "invalidate space":
             if client.invalidate(prompt.fingerprint):
@@ -273,6 +282,8 @@ class _Worker:
             elif name.startswith("evictions"):
                 self._oracle.outcome.counts[name] += int(now - count)
         self._seen = seen
+        if self._roomy and seen["evictions disk"]:
+            self._oracle.failed(f"{seen['evictions disk']:g} blocks made room where there was room")
 
     def _raise(self, client: Client, number: int) -> bool:
         """Raises a model's epoch, and goes on with the model of that epoch. What was not

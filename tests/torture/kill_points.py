@@ -29,7 +29,7 @@ from kvstore.model.fingerprint import Fingerprint
 from kvstore.tiers.disk.opening import tree_bytes
 from tests.daemon import DaemonDied, _python_path
 from tests.e2e.stage import Prompt, altered, model
-from tests.torture import failpoints
+from tests.torture import failpoints, mutants
 from tests.torture.base import Job, Outcome
 from tests.torture.daemons import MODULE
 from tests.torture.killed_folder import ROOMY, TIGHT, KilledFolder, count_starts, last_lines
@@ -111,6 +111,7 @@ def _engine_points(job: Job, outcome: Outcome) -> list[tuple[str, bool]]:
     with tempfile.TemporaryDirectory(prefix="kvstore-points-", dir=parent) as folder:
         argv = [sys.executable, "-m", "tests.torture.engine", folder, str(job.seed)]
         environ = {**os.environ, "PYTHONPATH": _python_path(os.environ)}
+        environ[mutants.VARIABLE] = job.mutant
         with subprocess.Popen(
             [*argv, str(float(job.scale))], stdout=subprocess.PIPE, text=True, env=environ
         ) as process:
@@ -271,10 +272,13 @@ class _Scripted:
             if subprocess.run([*STRACE, *asked, "true"], check=False).returncode != 0:
                 return {}
             self._run(prefix=(*STRACE, *asked))
-        calls: Counter[tuple[str, str]] = Counter(_CALL.findall(trace.read_text(errors="replace")))
+        made = _CALL.findall(trace.read_text(errors="replace"))
+        daemon, *others = [thread for thread, name in made if name == "execve"]
         most: dict[str, int] = {}
-        for (_, name), count in calls.items():
-            most[name] = max(count, most.get(name, 0))
+        for (thread, name), count in Counter(made).items():
+            # What children do, as the one that walks the index, is not the daemon's.
+            if name != "execve" and (thread == daemon or thread not in others):
+                most[name] = max(count, most.get(name, 0))
         return most
 
     def end(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.tiers.disk.verify import verify
@@ -32,6 +33,8 @@ ROOMY = (96 * MIB,)
 TIGHT = (8 * MIB, 12 * MIB, 20 * MIB)
 """Those of a folder in which slots and segments change hands; another at each start."""
 LOG_LINES = 3
+BAD_NEWS = ("Traceback", "a record was dropped", "is stopped, and tried again")
+"""That no daemon has to write, since nothing but a kill was wrong."""
 
 
 class KilledFolder:
@@ -122,9 +125,12 @@ class KilledFolder:
             self.oracle.failed(f"verify: {report.damage_counts}: {report.damages[:3]}")
 
     def close(self) -> None:
-        """Ends what is left."""
+        """Ends what is left, and looks through what all the daemons have written."""
         if self.daemon.alive:
             self.daemon.kill()
+        bad = Counter(name for name in BAD_NEWS for _ in range(self.daemon.log().count(name)))
+        for name, count in bad.items():
+            self.oracle.failed(f"{self.name}: the daemons wrote {name!r} {count} times")
 
 
 def count_starts(outcome: Outcome, folders: Sequence[KilledFolder]) -> None:

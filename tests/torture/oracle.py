@@ -37,6 +37,7 @@ from typing import NamedTuple
 import grpc
 
 from kvstore.model.fingerprint import Fingerprint
+from kvstore.model.hits import ABSENT, PENDING
 from kvstore.model.reasons import Reason
 from kvstore.testing.payload import Finding
 from kvstore.testing.payload import check as check_payload
@@ -53,6 +54,8 @@ from tests.torture.base import Outcome
 LATE_S = 1.0
 """A call that takes so much longer than its deadline is a failure: ten times the bound."""
 
+BUSY = (Reason.STAGING_BUSY, Reason.NO_SPACE, Reason.LIMIT_QUEUE)
+"""There is no room now: what others hold has to be let go first."""
 CAPACITY_SLACK = 1.02
 FOLDER_SLACK_BYTES = 64 << 10
 """That a folder may take beyond what is said: names and metadata of the file system."""
@@ -274,7 +277,8 @@ class Put:
 class Client:
     """One session with a daemon, whose every answer is checked. See the module's docstring.
 
-    deadline_s: of each call; one that takes `LATE_S` more is a failure.
+    deadline_s: of each call; one that takes `LATE_S` more is a failure. missed: why the last `get`
+    was not given all.
     """
 
     def __init__(
@@ -283,6 +287,7 @@ class Client:
         self.oracle = oracle
         self.deadline_s = deadline_s
         self.spaces: dict[bytes, int] = {}
+        self.missed = Reason.OK
         with self._calling("Attach"):
             self.raw = RawClient(daemon.data_socket, engine_id=engine_id)
         self.admin = RawAdmin(daemon.admin_socket)
@@ -372,7 +377,7 @@ class Client:
                     result.durable += done.visible
                 if result.reason is not Reason.OK:
                     return
-            elif result.reason in (Reason.STAGING_BUSY, Reason.NO_SPACE):
+            elif result.reason in BUSY:
                 if time.monotonic() > patience_s:
                     return
                 with self._calling("waiting for room"):
@@ -413,14 +418,24 @@ class Client:
 
     # ------------------------------------------------------------------ get
 
-    def get(self, prompt: Prompt, *, blocks: int | None = None) -> int:
+    def get(self, prompt: Prompt, *, blocks: int | None = None, wanted: int = 0) -> int:
         """Reads a prompt (its leading `blocks`) and checks every byte that it is given; the leading
-        blocks that were there.
+        blocks that were there. Asks again while there is no room for `wanted` of them.
         """
+        until_s = time.monotonic() + self.deadline_s
+        while True:
+            there = self._get(prompt, blocks)
+            if there >= wanted or self.missed not in BUSY or time.monotonic() > until_s:
+                return there
+            with self._calling("waiting for room"):
+                self.raw.the_fd().drain(0.002)
+
+    def _get(self, prompt: Prompt, blocks: int | None) -> int:
         keys = prompt.keys[:blocks]
         also = self.oracle.versions(prompt)
         space = self.space(prompt.fingerprint)
         if not space:
+            self.missed = Reason.SPACE_UNKNOWN
             return 0
         began = time.monotonic()
         try:
@@ -428,10 +443,10 @@ class Client:
                 self.raw.unmap()
                 leased = self.raw.acquire(space, keys)
         except Refused as error:
-            self._noted(prompt.fingerprint, _why(error))
+            self.missed = self._noted(prompt.fingerprint, _why(error))
             return 0
+        self.missed = self._noted(prompt.fingerprint, leased.reason)
         if not leased.lease_id:
-            self._noted(prompt.fingerprint, leased.reason)
             return 0
         with self._calling("copying"):
             rows = self.raw.copy(leased)
@@ -440,6 +455,22 @@ class Client:
         with self._calling("Release"):
             self.raw.release(leased.lease_id)
         return _run(found)
+
+    def lookup(self, prompt: Prompt) -> int:
+        """How long a prefix is said to be held; the answer has to agree with itself."""
+        space = self.space(prompt.fingerprint)
+        if not space:
+            return 0
+        try:
+            with self._calling("Lookup"):
+                hit = self.raw.lookup(space, prompt.keys)
+        except Refused as error:
+            self._noted(prompt.fingerprint, _why(error))
+            return 0
+        held = _run(code not in (ABSENT, PENDING) for code in hit.tiers)
+        if hit.hit_blocks != held:
+            self.oracle.wrong(f"a look-up says {hit.hit_blocks} blocks, its codes say {held}")
+        return int(hit.hit_blocks)
 
     def _checked(
         self,
@@ -455,6 +486,18 @@ class Client:
                 self.oracle.failed(f"block {index} was overwritten under a lease")
             found.append(row is not None and self.oracle.check(prompt, index, row, also[index]))
         return found
+
+    def note_absent(self, prompt: Prompt, index: int) -> None:
+        """Notes that a block which has to be there was not, and what the daemon says of it."""
+        key, missed = prompt.keys[index], self.missed
+        space = self.space(prompt.fingerprint)
+        with self._calling("Explain"):
+            said = self.raw.explain(space, [key]).keys[0] if space else None
+        where = f"{reason(said.reason).name} {said.tier}" if said is not None else "space refused"
+        self.oracle.failed(
+            f"block {index} ({key[:4].hex()}) is durable and was not there: "
+            f"{missed.name}, explained as {where}"
+        )
 
     # ------------------------------------------------------------------ operator's verbs
 
@@ -522,11 +565,10 @@ def check_durable(client: Client, prompts: Sequence[Prompt]) -> int:
         run = client.oracle.durable_run(prompt)
         if not run:
             continue
-        there = client.get(prompt, blocks=run)
+        there = client.get(prompt, blocks=run, wanted=run)
         found += there
         if there < run:
-            key = prompt.keys[there][:4].hex()
-            client.oracle.failed(f"durable block {there} of {run} ({key}) is not there")
+            client.note_absent(prompt, there)
     return found
 
 
@@ -594,6 +636,8 @@ def _unsettled(stats: admin_pb2.StatsReply, damaged: bool) -> list[str]:
     if damaged:
         news = [said for said in news if not _DAMAGED.fullmatch(said)]
     well = not news or news[0].startswith("ok")
+    if disk.used_bytes > disk.capacity_bytes:
+        found.append(f"the disk uses {disk.used_bytes} of {disk.capacity_bytes} bytes")
     return found if well else [*found, f"the disk is {disk.state}"]
 
 
