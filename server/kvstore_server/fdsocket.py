@@ -340,21 +340,37 @@ class Connection:
         self.send(fd_pb2.FdReply(seq=seq, reason=store_pb2.Reason.ValueType(reason)))
 
     def send(self, reply: fd_pb2.FdReply, fd: int | None = None) -> None:
-        """Queues a frame, with a duplicate of `fd` on its first byte. Never blocks."""
+        """Sends a frame with `fd` on its first byte. What the peer does not take now is queued,
+        with a duplicate of `fd`. Never blocks.
+        """
         if self._closed or self._hung_up:
             return
         if len(self._output) >= QUEUED_FRAMES_MAX:
             self.close("slow")
             return
         payload = reply.SerializeToString()
+        data = memoryview(_LENGTH.pack(len(payload)) + payload)
+        if fd is not None and not self._output:
+            # At once if possible: a daemon without a descriptor to spare can still hand this out.
+            sent = self._sent_now(data, fd)
+            if sent:
+                data, fd = data[sent:], None
         try:
             own = None if fd is None else os.dup(fd)
         except OSError:
             self.close("no_descriptors")
             return
-        self._output.append(_Queued(memoryview(_LENGTH.pack(len(payload)) + payload), own))
+        if data:
+            self._output.append(_Queued(data, own))
         if len(self._output) == 1:
             self._writable()
+
+    def _sent_now(self, data: memoryview, fd: int) -> int:
+        """Bytes that the peer has taken, with the descriptor; 0 if none yet, or never."""
+        try:
+            return socket.send_fds(self._sock, [data], [fd], socket.MSG_NOSIGNAL)
+        except OSError:
+            return 0  # what is queued finds out why
 
     def _writable(self) -> None:
         while self._output:

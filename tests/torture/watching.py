@@ -4,12 +4,14 @@ the daemon's own memory and descriptors, its metrics, and whether its books are 
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -18,7 +20,7 @@ from kvstore.model.fingerprint import Fingerprint
 from kvstore.testing.payload import Finding
 from kvstore_client import Client, ClientConfig, Space
 from tests.daemon import Daemon
-from tests.e2e.stage import Prompt, assert_quiet, model, open_files, resident_bytes
+from tests.e2e.stage import Prompt, assert_quiet, model, resident_bytes
 from tests.rawclient import RawAdmin
 from tests.torture.base import Outcome
 
@@ -136,10 +138,29 @@ def check_rows(
             outcome.wrong.append(f"{what}: block {index}: {finding.value}")
 
 
+def until(found: Callable[[], object], deadline_s: float) -> bool:
+    """Polls until it is so; False if it is not within the time."""
+    end = time.monotonic() + deadline_s
+    while not found():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that so many percent of all are not above."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(len(ordered) * share / 100) - 1)]
+
+
+def descriptors(pid: int) -> int:
+    """Open descriptors but for memory, which is made ahead and taken when it is wanted."""
+    count = 0
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            count += not os.readlink(f"/proc/{pid}/fd/{name}").startswith("/memfd:")
+    return count
 
 
 class Footprint:
@@ -148,7 +169,7 @@ class Footprint:
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
         self.rss = [resident_bytes(daemon.pid)]
-        self.files = open_files(daemon.pid)
+        self.files = descriptors(daemon.pid)
 
     def sample(self) -> None:
         self.rss.append(resident_bytes(self.daemon.pid))
@@ -167,7 +188,7 @@ class Footprint:
         """Says what grew. What is closed or freed just now gets a moment to go."""
         end = time.monotonic() + SETTLE_S
         while True:
-            more = open_files(self.daemon.pid) - self.files
+            more = descriptors(self.daemon.pid) - self.files
             self.sample()
             settled = more <= files_more and self.grown_bytes <= grown_max
             if (settled and self.late_bytes <= late_max) or time.monotonic() > end:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import resource
 import signal
 import socket
 import struct
@@ -235,6 +236,32 @@ async def test_a_region_comes_with_its_descriptor_once_counted(setup: Setup) -> 
         assert os.pread(fd, 5, 0) == b"seven"
         os.close(fd)
     assert setup.store.holders == {7: 1}
+
+
+async def test_a_region_is_handed_out_although_no_descriptor_is_left(setup: Setup) -> None:
+    client = setup.connect()
+    await client.hello()
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    again = asyncio.Event()
+
+    def restore() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        again.set()
+
+    def region_fd(region_id: int, tenant: str) -> int:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, usual[1]))
+        asyncio.get_running_loop().call_soon(restore)  # when the answer was sent
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        return setup.store.fds[region_id]
+
+    setup.store.region_fd = region_fd  # type: ignore[method-assign]
+    client.tell(get_region=fd_pb2.GetRegion(region_id=7))
+    await asyncio.wait_for(again.wait(), DEADLINE_S)
+    reply, (fd,) = await client.receive()
+    assert Reason(reply.reason) is Reason.OK
+    assert os.pread(fd, 5, 0) == b"seven"
+    os.close(fd)
 
 
 async def test_foreign_closed_and_unknown_regions_look_alike(setup: Setup) -> None:
