@@ -305,6 +305,10 @@ class MemoryFiles:
     def close(self) -> None:
         self._closed = True
 
+    def reopen(self) -> None:
+        """Whoever opens the folder anew has these files."""
+        self._closed = False
+
     # ------------------------------------------------------------------ power cut
 
     def cuts(self) -> _Ordinals:

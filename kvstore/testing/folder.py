@@ -40,13 +40,16 @@ class MemoryFolder:
         self.index.before = self._note
 
     def _note(self, commit: Commit) -> None:
-        self._commits.append(self._next())
+        fault = self.index.faults.get(self.index.attempts)
+        if fault is None or fault.holds:
+            self._commits.append(self._next())
 
     # ------------------------------------------------------------------ Folder
 
     def open(self) -> Opened:
         if self.failure is not None:
             raise self.failure
+        self.files.reopen()
         return Opened(self.index, self.files)
 
     def is_there(self) -> bool:
@@ -72,9 +75,13 @@ class MemoryFolder:
 
     # ------------------------------------------------------------------ crashes
 
+    def stamp(self) -> int:
+        """A moment of its own, after all that has happened: for what else a crash cuts."""
+        return self._next()
+
     def cuts(self) -> Iterator[int]:
         """The moments at which a crash leaves something new, in order. Every commit took hold."""
-        assert len(self._commits) == len(self.index.log), "a commit that failed has no moment"
+        assert len(self._commits) == len(self.index.log), "a commit has a moment if it took hold"
         yield from sorted({*self.files.cuts(), *self._commits})
 
     def cut(self, moment: int, chance: random.Random, keep: Keep = Keep.ANY) -> MemoryFolder:

@@ -55,6 +55,11 @@ class StepPool(ThreadPoolExecutor):
             self.step()
         return future
 
+    @property
+    def waiting(self) -> int:
+        """How much waits to be done."""
+        return len(self._jobs)
+
     def step(self) -> None:
         """Does what is waiting."""
         jobs, self._jobs = self._jobs, []
