@@ -265,6 +265,7 @@ class _Worker:
             last = rng.randint(first + 1, BLOCKS)
             if client.invalidate(prompt.fingerprint, prompt.keys[first:last]):
                 fuse.acknowledged()
+            client.lookup(prompt)
         elif kind == "invalidate space":
             if client.invalidate(prompt.fingerprint):
                 fuse.acknowledged()
