@@ -12,6 +12,7 @@ use is checked where they are used. Callers: the daemon and the operator's tool.
 from kvstore.config.load import load, parse_flags, parse_size
 from kvstore.config.settings import (
     DEFAULT_TENANT,
+    HTTP_LISTEN,
     AdminSettings,
     HostSettings,
     HttpSettings,
@@ -29,6 +30,7 @@ from kvstore.config.show import explain, knobs, render_toml
 
 __all__ = [
     "DEFAULT_TENANT",
+    "HTTP_LISTEN",
     "AdminSettings",
     "HostSettings",
     "HttpSettings",

@@ -142,6 +142,9 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.mode, 8)
 
 
+HTTP_LISTEN = "127.0.0.1:9472"
+
+
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics and health."""
 
@@ -149,10 +152,10 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         knob(
             "HOST:PORT of /metrics, /healthz and /readyz. Port 0: any free one, told in the ready "
-            "record. Empty: no HTTP.",
+            "record; so is the default where another daemon has it. Empty: no HTTP.",
             when="Prometheus or the kubelet comes from elsewhere, or two daemons share a host.",
         ),
-    ] = "127.0.0.1:9472"
+    ] = HTTP_LISTEN
 
     @property
     def address(self) -> tuple[str, int] | None:

@@ -15,6 +15,7 @@ import click
 import kvstore
 from kvstore.config import Settings, explain, load, parse_flags, render_toml
 from kvstore.model.reasons import Reason, StartError
+from kvstore_server import process
 
 EXIT_SETTINGS = 2
 EXIT_LOCKED = 3
@@ -60,7 +61,7 @@ def serve(ctx: click.Context, config_path: str | None, ready_file: str | None) -
     # gRPC's own log is not ours to bound: a peer fills it with broken frames, and with any bytes.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Imported late, so that a mistake in the settings is told at once.
-    from kvstore_server import app, logs, process
+    from kvstore_server import app, logs
     from kvstore_server.ready import Announcer
 
     logs.configure(settings.server.log_level, settings.server.log_format)
@@ -91,6 +92,7 @@ def exit_code(error: StartError) -> int:
 
 def main() -> None:
     """Entry point of the command."""
+    process.end_at_once_when_told()
     try:
         cli.main(prog_name="kvstored")
     except StartError as error:

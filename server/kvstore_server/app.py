@@ -29,12 +29,12 @@ from prometheus_client.process_collector import ProcessCollector
 
 import kvstore
 from kvstore.clock import Clock, SystemClock
-from kvstore.config import Settings, render_toml
+from kvstore.config import HTTP_LISTEN, Settings, render_toml
 from kvstore.model.reasons import StartError
 from kvstore.model.record import Ring
 from kvstore.model.sockets import FD_SUFFIX
 from kvstore_server import admin as admin_service
-from kvstore_server import servicer
+from kvstore_server import process, servicer
 from kvstore_server.assembly import Assembly
 from kvstore_server.boundary import Boundary
 from kvstore_server.exposition import Snapshot, StoreCollector
@@ -165,7 +165,15 @@ class App:
         registry.register(StoreCollector(lambda: on_loop(self._snapshot)))
         ProcessCollector(registry=registry)
         GCCollector(registry=registry)
-        server = HealthServer(address, HealthApp(registry, on_loop, lambda: self._state))
+        health = HealthApp(registry, on_loop, lambda: self._state)
+        try:
+            server = HealthServer(address, health)
+        except StartError as error:
+            if self._settings.http.listen != HTTP_LISTEN:
+                raise
+            # Nobody asked for this port, and another daemon of this host may have it.
+            server = HealthServer((address[0], 0), health)
+            event(log, logging.WARNING, error.detail, setting="http.listen", instead=server.address)
         self._undo.callback(server.close)
         self._http = server
         server.start()
@@ -209,7 +217,7 @@ class App:
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in process.END_SIGNALS:
             loop.add_signal_handler(number, self._signalled, number)
         loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
@@ -274,7 +282,13 @@ def serve(settings: Settings, announcer: Announcer) -> int:
     )  # a copying thread then delays the loop by less than a millisecond
 
     async def run() -> int:
-        return await App(settings, announcer).run()
+        try:
+            return await App(settings, announcer).run()
+        finally:
+            # All is tidied up: one more signal does not make a failure of it.
+            for number in process.END_SIGNALS:
+                asyncio.get_running_loop().remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)
 
     return asyncio.run(run())
 

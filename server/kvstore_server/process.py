@@ -10,9 +10,11 @@ import ctypes
 import logging
 import os
 import resource
+import signal
 
 log = logging.getLogger(__name__)
 
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DESCRIPTORS = 65_536
 OWN_DESCRIPTORS = 64
 _PR_SET_DUMPABLE = 4  # prctl(2)
@@ -24,6 +26,22 @@ _MALLOC_OPTIONS = (
     (-1, 4 << 20),
     (-8, 4),
 )  # MMAP_THRESHOLD, TRIM_THRESHOLD, ARENA_MAX
+
+
+def end_at_once_when_told() -> None:
+    """Before there is anything to tidy up a signal ends the process, as a success; also as the
+    first process of a container, for which the kernel drops signals that nobody handles.
+    """
+    for number in END_SIGNALS:
+        signal.signal(number, lambda *_: os._exit(0))
+
+
+def region_share(usual: float) -> float:
+    """Part of the memory for one region: larger where descriptors are so few that those of all
+    regions, two each while they are prepared, would take more than half of them.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return usual if limit == resource.RLIM_INFINITY else max(usual, 4 / limit)
 
 
 def why_few_descriptors(regions: int, sessions_max: int) -> str:
