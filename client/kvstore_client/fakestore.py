@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from kvstore import shm
 from kvstore.model.fingerprint import Verdict
+from kvstore.model.keys import unpack_keys
 from kvstore.model.layout import Layout, layout_of
 from kvstore.model.reasons import KVStoreError, Reason
 from kvstore.wire import convert, status
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FakeStore"]
 
-KEY_BYTES = 32
 CHUNK_BYTES = 64 << 10
 OK = pb.REASON_OK
 _ids = itertools.count(1)
@@ -210,16 +210,18 @@ class FakeStore:
         return pb.AttachEvent(welcome=welcome)
 
     def _detach(self, request: pb.DetachRequest) -> pb.DetachReply:
-        self._sessions.discard(request.session)
-        staging = self._staging.pop(request.session, None)
+        self._end(request.session)
+        return pb.DetachReply()
+
+    def _end(self, session: bytes) -> None:
+        """A session is over, and what it was writing."""
+        self._sessions.discard(session)
+        staging = self._staging.pop(session, None)
         if staging is not None:
             staging[1].close()
         self._reservations = {
-            lease_id: one
-            for lease_id, one in self._reservations.items()
-            if one.session != request.session
+            lease_id: one for lease_id, one in self._reservations.items() if one.session != session
         }
-        return pb.DetachReply()
 
     def _open(self, request: pb.OpenRequest) -> pb.OpenReply:
         fingerprint = convert.fingerprint_from_wire(request.fingerprint)
@@ -265,7 +267,7 @@ class FakeStore:
     def _lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
         query = request.queries[0]
         space = self._space(query.space_id)
-        keys = _unpack(query.keys)
+        keys = unpack_keys(query.keys)
         codes = bytes(map(space.ready, keys))
         run = codes.find(0) if 0 in codes else len(keys)
         cost = OK if request.HasField("prefill") else pb.REASON_COST_UNKNOWN
@@ -284,7 +286,7 @@ class FakeStore:
 
     def _acquire(self, request: pb.AcquireRequest) -> pb.AcquireReply:
         space = self._space(request.space_id)
-        keys = _unpack(request.keys)
+        keys = unpack_keys(request.keys)
         there = [space.ready(key) for key in keys]
         reply = pb.AcquireReply(
             reason=OK if all(there) else pb.REASON_MISS_NEVER_STORED,
@@ -330,7 +332,7 @@ class FakeStore:
                 )
             )
         ]
-        keys = _unpack(request.keys)
+        keys = unpack_keys(request.keys)
         run = list(itertools.takewhile(space.ready, keys))
         for block, key in enumerate(run):
             data = space.bytes_of(space.slots[key])
@@ -346,7 +348,7 @@ class FakeStore:
 
     def _reserve(self, request: pb.ReserveRequest) -> pb.ReserveReply:
         space = self._space(request.space_id)
-        chain = _unpack(request.chain)
+        chain = unpack_keys(request.chain)
         part_bytes = space.layout.part_bytes
         writing = {
             key
@@ -437,7 +439,7 @@ class FakeStore:
     def _explain(self, request: pb.ExplainRequest) -> pb.ExplainReply:
         space = self._space(request.space_id)
         reply = pb.ExplainReply(reason=OK)
-        for key in _unpack(request.keys):
+        for key in unpack_keys(request.keys):
             ready = space.ready(key)
             reason = pb.REASON_HIT if ready else pb.REASON_MISS_NEVER_STORED
             tier = "host" if ready else ""
@@ -470,6 +472,8 @@ class FakeStore:
                 if reply is not None:
                     reply.seq = request.seq
                     shm.send_frame(sock, reply.SerializeToString(), fd)
+        with self._lock:
+            self._end(secret)
 
     def _memory_reply(
         self, request: fd_pb2.FdRequest, secret: bytes
@@ -492,7 +496,3 @@ class FakeStore:
         if kind != "get_region" or space is None:
             return fd_pb2.FdReply(reason=pb.REASON_REGION_UNKNOWN), None
         return fd_pb2.FdReply(reason=OK, region=space.info), space.region.fd
-
-
-def _unpack(packed: bytes) -> list[bytes]:
-    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
