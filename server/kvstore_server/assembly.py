@@ -34,7 +34,7 @@ from kvstore_server.disk import (
     make_disk,
 )
 from kvstore_server.logs import event
-from kvstore_server.process import why_few_descriptors
+from kvstore_server.process import region_share, why_few_descriptors
 
 if TYPE_CHECKING:
     from kvstore.tiers.disk.tier import DiskTier
@@ -216,6 +216,7 @@ def _core_limits(settings: Settings, limits: Limits) -> CoreLimits:
         part_bytes_max=limits.part_bytes_max,
         staging_bytes=limits.staging_bytes,
         review_ttl_ns=int(settings.review.ttl_hours * 3600e9),
+        region_share=region_share(CoreLimits.region_share),
         **(DISK_LIMITS if settings.disk.path else {}),
     )
 
