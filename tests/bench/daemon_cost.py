@@ -25,7 +25,7 @@ def measure(results: Results, folder: Path) -> None:
         try:
             if number == STARTS - 1:
                 wait_idle(daemon.pid)
-                rss_mb = _own_rss_bytes(daemon.pid) / 1e6
+                rss_mb = own_rss_bytes(daemon.pid) / 1e6
         finally:
             daemon.stop()
     note = f"{ARENA} arena, from exec to the ready file; {min(starts_s):.2f}-{max(starts_s):.2f}"
@@ -33,7 +33,8 @@ def measure(results: Results, folder: Path) -> None:
     results.add("idle_rss_mb", rss_mb, "MB", 1, "RssAnon + RssFile; the arena is RssShmem")
 
 
-def _own_rss_bytes(pid: int) -> int:
+def own_rss_bytes(pid: int) -> int:
+    """What a process takes beside shared memory, mapped file pages included."""
     fields = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
     )

@@ -25,6 +25,15 @@ class Entry:
     note: str
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """A median of `pairs` ratios, and a note that says how they spread."""
+
+    value: float
+    note: str
+    pairs: int
+
+
 @dataclass
 class Results:
     """Collects entries, prints each as it comes."""
@@ -35,6 +44,11 @@ class Results:
         self.entries.append(Entry(name, value, unit, samples, note))
         shown = "not measured" if value is None else f"{value:.3f} {unit}"
         print(f"{name:40} {shown:>18}   n={samples}  {note}", flush=True)
+
+    def add_ratio(self, name: str, ratio: Ratio, about: str = "") -> None:
+        """A comparison's outcome; about: what its note begins with."""
+        note = f"{about}; {ratio.note}" if about else ratio.note
+        self.add(name, ratio.value, "ratio", ratio.pairs, note)
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,11 +62,13 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def paired_ratio(
-    subject: Timed, baseline: Timed, rounds: int, warmup: int = 3
-) -> tuple[float, str]:
-    """(median of subject / baseline over alternating rounds, a note with both medians and the
-    quartiles).
+SECONDS_MAX = 40.0
+"""So long a comparison takes at most, where the machine is slow: fewer pairs then."""
+PAIRS_MIN = 4
+
+
+def compare(subject: Timed, baseline: Timed, rounds: int, warmup: int = 3) -> Ratio:
+    """Subject / baseline over alternating rounds.
 
     The order within a pair alternates as well, so that neither side always runs on the caches of
     the other.
@@ -60,6 +76,7 @@ def paired_ratio(
     ratios: list[float] = []
     subjects: list[float] = []
     baselines: list[float] = []
+    end = time.monotonic() + SECONDS_MAX
     for number in range(warmup + rounds):
         if number % 2:
             base = baseline(number)
@@ -71,12 +88,23 @@ def paired_ratio(
             ratios.append(took / base)
             subjects.append(took)
             baselines.append(base)
+        if len(ratios) >= PAIRS_MIN and time.monotonic() > end:
+            break
     low, middle, high = statistics.quantiles(ratios, n=4)
+    fewer = f" ({rounds} would have taken too long)" if len(ratios) < rounds else ""
     note = (
-        f"median of {rounds} pairs, quartiles {low:.2f}-{high:.2f}; "
+        f"median of {len(ratios)} pairs{fewer}, quartiles {low:.2f}-{high:.2f}; "
         f"{ms(subjects):.2f} ms against {ms(baselines):.2f} ms"
     )
-    return middle, note
+    return Ratio(middle, note, len(ratios))
+
+
+def paired_ratio(
+    subject: Timed, baseline: Timed, rounds: int, warmup: int = 3
+) -> tuple[float, str]:
+    """Value and note of `compare`."""
+    ratio = compare(subject, baseline, rounds, warmup)
+    return ratio.value, ratio.note
 
 
 def ms(seconds: Sequence[float]) -> float:
