@@ -1,8 +1,8 @@
 """One client process of the soak: looks up, fetches and verifies, pushes, holds views; reports
 counts as JSON lines.
 
-Run by tests.soak: `python -m tests.soak.worker TARGET SEED WRITER`. It is killed at any moment, so
-it holds nothing that only it could clean up.
+Run by tests.soak: `python -m tests.soak.worker TARGET SEED WRITER TRAFFIC`. It is killed at any
+moment, so it holds nothing that only it could clean up.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.layout import layout_of
@@ -29,21 +31,90 @@ REPORT_EVERY_S = 0.5
 SMALL = fingerprint("soak-64KiB", layers=8, kv_heads=2, head_size=64)
 LARGE = fingerprint("soak-256KiB", layers=16, kv_heads=4, head_size=64)
 
+Bytes = NDArray[np.uint8]
 
-class Worker:
-    """Plays requests over a shared set of prompts; every writer leaves bytes of its own for the
-    same key."""
 
-    def __init__(self, client: Client, seed: int, writer: int) -> None:
-        self._rng = np.random.default_rng(seed)
+class Traffic:
+    """Which prompts are asked for. zipf: a few often, most rarely, as real ones are; uniform: all
+    alike; scan: one after the other, the worst for whoever keeps what was used last; mixed: each of
+    them for a while.
+    """
+
+    def __init__(self, kind: str, rng: np.random.Generator, prompts: int) -> None:
+        self._kind = kind
+        self._rng = rng
+        self._prompts = prompts
+        self._next = int(rng.integers(prompts))
+        self._made = 0
+
+    def prompt(self) -> int:
+        self._made += 1
+        kind = self._kind
+        if kind == "mixed":
+            kind = ("zipf", "uniform", "scan")[self._made // self._prompts % 3]
+        if kind == "zipf":
+            return min(self._prompts - 1, int(self._rng.zipf(1.3)) - 1)
+        if kind == "uniform":
+            return int(self._rng.integers(self._prompts))
+        self._next = (self._next + 1) % self._prompts
+        return self._next
+
+
+class Blocks:
+    """What blocks hold: every writer leaves bytes of its own for the same key. wrong: called with
+    each finding.
+    """
+
+    def __init__(self, writer: int, writers: int, wrong: Callable[[Finding, bytes], None]) -> None:
         self._writer = writer
-        self._spaces: list[tuple[Space, Fingerprint]] = [
-            (client.space(model), model) for model in (SMALL, LARGE)
-        ]
+        self._writers = range(writers)
+        self._wrong = wrong
         self.counts: Counter[str] = Counter()
 
+    def rows(self, model: Fingerprint, keys: Sequence[bytes]) -> Bytes:
+        length = layout_of(model).block_bytes
+        return np.stack([payload(self._tag(model, key, self._writer), length) for key in keys])
+
+    def verify(self, data: Bytes, model: Fingerprint, key: bytes) -> None:
+        finding = check(data, [self._tag(model, key, writer) for writer in self._writers])
+        self.counts["blocks verified"] += 1
+        if finding is not Finding.RIGHT:
+            self.counts["wrong"] += 1
+            self._wrong(finding, key)
+
+    @staticmethod
+    def _tag(model: Fingerprint, key: bytes, writer: int) -> bytes:
+        return tag_of(TENANT, model.digest, key, writer)
+
+
+class Worker:
+    """Plays requests over a shared set of prompts; `counts` is for who reports."""
+
+    def __init__(
+        self,
+        client: Client,
+        seed: int,
+        blocks: Blocks,
+        *,
+        traffic: str = "zipf",
+        models: Sequence[Fingerprint] = (SMALL, LARGE),
+        prompts: int = PROMPTS,
+        blocks_max: int = BLOCKS_MAX,
+    ) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._blocks = blocks
+        self._traffic = Traffic(traffic, self._rng, prompts)
+        self._blocks_max = blocks_max
+        self._spaces: list[tuple[Space, Fingerprint]] = [
+            (client.space(model), model) for model in models
+        ]
+
+    @property
+    def counts(self) -> Counter[str]:
+        return self._blocks.counts
+
     def request(self) -> None:
-        space, model = self._spaces[int(self._rng.integers(2))]
+        space, model = self._spaces[int(self._rng.integers(len(self._spaces)))]
         keys = self._prompt(space)
         if self._rng.random() < 0.1:
             held = self._view(space, model, keys)
@@ -54,16 +125,15 @@ class Worker:
         self.counts["requests"] += 1
 
     def _prompt(self, space: Space) -> list[BlockKey]:
-        # Skewed, as real prompts are: a few are asked for often, most are rare.
-        number = min(PROMPTS - 1, int(self._rng.zipf(1.3)) - 1)
-        tokens = np.random.default_rng(number).integers(0, 2**31, BLOCKS_MAX * 16, dtype=np.uint32)
-        return space.keys(tokens[: int(self._rng.integers(1, BLOCKS_MAX + 1)) * 16])
+        blocks = int(self._rng.integers(1, self._blocks_max + 1))
+        tokens = prompt_tokens(self._traffic.prompt(), self._blocks_max)
+        return space.keys(tokens[: blocks * 16])
 
     def _fetch(self, space: Space, model: Fingerprint, keys: list[BlockKey]) -> int:
         out = np.empty((len(keys), layout_of(model).block_bytes), np.uint8)
         fetched = space.fetch(keys, out)
         for index in range(fetched.blocks):
-            self._verify(out[index], model, keys[index])
+            self._blocks.verify(out[index], model, keys[index])
         self.counts[f"fetch {fetched.reason.name}"] += 1
         return fetched.blocks
 
@@ -73,41 +143,36 @@ class Worker:
             held = views.blocks
         if views.valid:
             for index in range(held):
-                self._verify(copies[index], model, keys[index])
+                self._blocks.verify(copies[index], model, keys[index])
         self.counts["views" if views.valid else "views invalid"] += 1
         return held
 
     def _push(self, space: Space, model: Fingerprint, keys: list[BlockKey], first: int) -> None:
-        length = layout_of(model).block_bytes
-        rows = np.stack(
-            [payload(self._tag(model, key, self._writer), length) for key in keys[first:]]
-        )
-        pushed = space.push(keys, rows, first_block=first)
+        pushed = space.push(keys, self._blocks.rows(model, keys[first:]), first_block=first)
         self.counts["blocks stored"] += pushed.stored
         self.counts[f"push {pushed.reason.name}"] += 1
 
-    def _verify(self, data: np.ndarray, model: Fingerprint, key: bytes) -> None:
-        finding = check(data, [self._tag(model, key, writer) for writer in range(WRITERS)])
-        self.counts["blocks verified"] += 1
-        if finding is not Finding.RIGHT:
-            self.counts["wrong"] += 1
-            print(json.dumps({"wrong": finding.value, "key": key.hex()[:8]}), flush=True)
 
-    @staticmethod
-    def _tag(model: Fingerprint, key: bytes, writer: int) -> bytes:
-        return tag_of(TENANT, model.digest, key, writer)
+def prompt_tokens(number: int, blocks: int) -> NDArray[np.uint32]:
+    """The tokens of a prompt, 16 a block."""
+    return np.random.default_rng(number).integers(0, 2**31, blocks * 16, dtype=np.uint32)
+
+
+def say(line: Mapping[str, object]) -> None:
+    print(json.dumps(line), flush=True)
 
 
 def main() -> None:
-    target, seed, writer = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    target, seed, writer, traffic = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    blocks = Blocks(writer, WRITERS, lambda what, key: say({"wrong": what.value, "key": key.hex()}))
     with Client(target, config=ClientConfig(deadline_ms=5_000)) as client:
-        worker = Worker(client, seed, writer)
+        worker = Worker(client, seed, blocks, traffic=traffic)
         reported = time.monotonic()
         while True:
             worker.request()
             if time.monotonic() - reported >= REPORT_EVERY_S:
                 reported = time.monotonic()
-                print(json.dumps({"counts": worker.counts}), flush=True)
+                say({"counts": worker.counts})
                 worker.counts.clear()
 
 
