@@ -33,6 +33,8 @@ VERIFY_EVERY = 12
 WHOLE_EVERY = 5
 """Cycles of a folder after which all is read that was ever put; else what was last, and a few."""
 SAMPLE = 8
+KEPT_SHARE = 0.95
+"""Of what could be read before a SIGTERM, so much has to be there after it."""
 REACH_CYCLES = 100
 TRAFFIC_S_MAX = 0.25
 START_KILL_S_MAX = 0.6
@@ -129,12 +131,24 @@ class _Life:
                 self.kept.kill()
 
     def end(self) -> None:
-        """The last start, and a stop as it should be."""
+        """The last start, and a stop as it should be: what only memory had is saved by it."""
+        prompts = self._workers[0].prompts[:PROMPTS]
         with self.kept.named("end"):
+            if not self.kept.start():
+                return
+            self._check(random.Random(self._seed), whole=True)
+            with Client(self.kept.daemon, self.kept.oracle) as client:
+                for prompt in prompts:
+                    client.put(prompt)
+                before = sum(client.get(prompt) for prompt in prompts)
+            self.kept.stop()
+            self.kept.verify()
             if self.kept.start():
-                self._check(random.Random(self._seed), whole=True)
+                with Client(self.kept.daemon, self.kept.oracle) as client:
+                    after = sum(client.get(prompt) for prompt in prompts)
+                if self.kept.roomy and after < KEPT_SHARE * before:
+                    self.kept.oracle.failed(f"{after} of {before} blocks are there after SIGTERM")
                 self.kept.stop()
-                self.kept.verify()
 
     # ------------------------------------------------------------------ parts
 
