@@ -86,7 +86,7 @@ def _gauges(tier: DiskTier) -> dict[str, float]:
     return {
         "loading": tier.phase in ("opening", "loading"),
         "writing_stopped": tier.writes.stopped,
-        "reading_stopped": tier.reads.stopped or tier.hanging.stalled(now_ns),
+        "reading_stopped": tier.reading.path.stopped or tier.reading.hanging.stalled(now_ns),
         "written_day_bytes": tier.endurance.day_bytes(tier.clock.wall_s()),
         "endurance_day_bytes": tier.endurance.budget_bytes_per_day,
         "eviction_age_seconds": tier.eviction_age_s,
@@ -106,15 +106,15 @@ def state(tier: DiskTier) -> str:
         said.append(f"writing stopped ({tier.writes.reason}), tried again in {seconds:.0f} s")
     if tier.writes.on_trial:
         said.append("writing is tried again")
-    if tier.reads.stopped:
-        said.append(f"reading bypassed ({tier.reads.reason})")
-    if tier.hanging.stalled(now_ns):
+    if tier.reading.path.stopped:
+        said.append(f"reading bypassed ({tier.reading.path.reason})")
+    if tier.reading.hanging.stalled(now_ns):
         said.append("reading bypassed (the device does not answer)")
     if reason := tier.endurance.stop_reason(wall_s):
         said.append(f"writing stopped: {reason}")
     elif tier.endurance.warns(wall_s):
         said.append(f"over {WARN_SHARE:.0%} of the day's budget of writes is used")
-    recent = sum(now_ns - at_ns < CORRUPT_WINDOW_NS for at_ns in tier.corrupt_ns)
+    recent = sum(now_ns - at_ns < CORRUPT_WINDOW_NS for at_ns in tier.reading.corrupt_ns)
     if recent >= CORRUPT_WARN:
         said.append(f"{recent} damaged records within the hour: check the device")
     if tier.set_aside:

@@ -26,13 +26,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from kvstore.clock import Clock
-from kvstore.model.reasons import BlockCorrupt, KVStoreError, Reason
+from kvstore.model.reasons import KVStoreError, Reason
 from kvstore.tiers.base import ArchiveStats, ArchiveUsage, Bytes, Saved, SavedBlock
 from kvstore.tiers.disk import figures
-from kvstore.tiers.disk.files import FULL_BYTES, Trouble, classify
+from kvstore.tiers.disk.files import FULL_BYTES, Trouble
 from kvstore.tiers.disk.format import record_bytes, tenant_digest
-from kvstore.tiers.disk.guard import FAILURES_IN_A_ROW, Ages, Endurance, Hanging, Path
+from kvstore.tiers.disk.guard import Ages, Endurance, Path
 from kvstore.tiers.disk.opening import Folder
+from kvstore.tiers.disk.reading import Reading
 from kvstore.tiers.disk.rows import Unusable
 from kvstore.tiers.disk.threads import DeviceThreads
 from kvstore.tiers.disk.volume import SpaceInfo, Volume, make_volume
@@ -76,11 +77,9 @@ class DiskTier:
         self.capacity_bytes = capacity_bytes
         self.set_aside = ""
         self.writes = Path()
-        self.reads = Path(failures_to_stop=FAILURES_IN_A_ROW)
-        self.hanging = Hanging()
+        self.reading = Reading(clock, self.counts, parallel=parallel)
         self.endurance = Endurance(endurance_bytes_per_day)
         self.eviction_age_s = 0.0
-        self.corrupt_ns: list[int] = []
         self.clock = clock
         self.volume: Volume | None = None
         self._folder = folder
@@ -109,10 +108,10 @@ class DiskTier:
         self._spaces[space_id] = SpaceInfo(tenant_digest(tenant), fingerprint_digest)
 
     async def find(self, space_id: int, keys: Sequence[bytes]) -> Collection[bytes]:
-        volume, now_ns = self.volume, self.clock.monotonic_ns()
-        if volume is None or not self.reads.allowed(now_ns) or self.hanging.stalled(now_ns):
+        volume = self.volume
+        if volume is None:
             return ()
-        found = volume.find(space_id, keys)
+        found = self.reading.find(volume, space_id, keys)
         if self._forgotten:
             return [key for key in found if (space_id, key) not in self._forgotten]
         return found
@@ -121,26 +120,7 @@ class DiskTier:
         volume, space = self.volume, self._spaces.get(space_id)
         if volume is None or space is None or (space_id, key) in self._forgotten:
             raise KVStoreError(Reason.MISS_EVICTED, "not there")
-        now_ns = self.clock.monotonic_ns()
-        if not self.reads.allowed(now_ns):
-            raise KVStoreError(Reason.DECLINED_GUARD, f"reading is stopped: {self.reads.reason}")
-        thread = threading.get_ident()
-        self.hanging.begin(thread, now_ns)
-        try:
-            checksum = volume.read(space_id, key, space, into)
-        except BlockCorrupt as error:
-            self._note_corrupt(error)
-            raise
-        except OSError as error:
-            self._note_read_error(error, volume, space_id, key)
-            raise
-        finally:
-            self.hanging.end(thread)
-        if self.reads.succeeded():
-            log.info("disk tier: reading goes on")
-        self.counts["loads"] += 1
-        self.counts["loaded_bytes"] += len(into)
-        return checksum
+        return self.reading.load(volume, space_id, key, space, into)
 
     def save_batch(self, blocks: Sequence[SavedBlock]) -> list[Saved]:
         self._loaded.wait(LOAD_WAIT_S)
@@ -151,6 +131,7 @@ class DiskTier:
                 return [waiting] * len(blocks)
             saved: dict[tuple[int, bytes], Saved] = {}
             groups: dict[tuple[bytes, int], list[Outgoing]] = {}
+            self.reading.give_up(volume, [(block.space_id, block.key) for block in blocks])
             known = volume.known(blocks)
             for block in blocks:
                 name, space = (block.space_id, block.key), self._spaces.get(block.space_id)
@@ -253,24 +234,6 @@ class DiskTier:
         for space_id, keys in by_space.items():
             self.on_dropped(space_id, keys)
 
-    # ------------------------------------------------------------------ reading
-
-    def _note_corrupt(self, error: BlockCorrupt) -> None:
-        self.counts["corrupt_dropped"] += 1
-        self.corrupt_ns = [*self.corrupt_ns[-63:], self.clock.monotonic_ns()]
-        log.warning("disk tier: a record was dropped: %s", error.detail)
-        self._wake.set()
-
-    def _note_read_error(self, error: OSError, volume: Volume, space_id: int, key: bytes) -> None:
-        trouble = classify(error, None)
-        self.counts[f"read_errors kind={_label(trouble)}"] += 1
-        if trouble is Trouble.IO:
-            # What cannot be read is no block. If it is the whole device that fails, few go this
-            # way before nobody asks any more.
-            volume.discard(space_id, key)
-        if self.reads.failed(f"{trouble.value}: {error.strerror}", self.clock.monotonic_ns()):
-            log.warning("disk tier: reading is stopped, and tried again: %s", error)
-
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
@@ -323,8 +286,10 @@ class DiskTier:
 
     def tend(self) -> None:
         """One round of what is to be done now and then. Waits for the device."""
-        if self.phase != "ready":
+        volume = self.volume
+        if self.phase != "ready" or volume is None:
             return
+        self.reading.tend(volume)
         try:
             there = self._folder.is_there()
         except OSError:
@@ -422,6 +387,7 @@ class DiskTier:
             executor=self._executor,
             executor_threads=WRITE_THREADS - 1,
         )
+        self.reading.begin_anew()
         self.volume = volume
 
     def _gone_spaces(self, volume: Volume) -> list[int]:

@@ -105,8 +105,24 @@ def test_a_record_that_cannot_be_read_is_dropped() -> None:
         bench.load(key(0))
     assert bench.find(keys(3)) == keys(3)[1:]
     assert bench.count("read_errors kind=io") == 1
+    assert bench.tier.usage().blocks == 3, "it may be the device"
     assert bench.reads(key(1))
+    assert bench.tier.usage().blocks == 2, "the device works"
+    assert bench.find(keys(3)) == keys(3)[1:]
     assert bench.tier.stats().state == "ok"
+
+
+def test_a_record_that_cannot_be_read_is_written_anew() -> None:
+    bench = DiskBench()
+    bench.save(keys(1))
+    bench.folder.files.inject(Injection(Op.PREADV, error=errno.EIO))
+    assert not bench.reads(key(0))
+    with pytest.raises(KVStoreError):
+        bench.load(key(0))
+    assert bench.save(keys(1)) == [True]
+    assert bench.find(keys(1)) == keys(1)
+    assert bench.reads(key(0))
+    assert len(bench.verify()) == 1
 
 
 def test_a_device_that_cannot_be_read_is_bypassed_and_tried_again() -> None:
@@ -121,15 +137,42 @@ def test_a_device_that_cannot_be_read_is_bypassed_and_tried_again() -> None:
         bench.load(key(0))
     assert caught.value.reason is Reason.DECLINED_GUARD
     assert "reading bypassed" in bench.tier.stats().state
-    bench.clock.advance_ns(SECOND)
-    assert bench.find(keys(20)) == keys(20), "half open"
-    assert not bench.reads(key(0))
-    assert bench.find(keys(20)) == []
+    bench.pass_time(SECOND)
+    assert bench.find(keys(20)) == [], "the tier itself tries it"
     bench.folder.files.heal()
-    bench.clock.advance_ns(RETRY_NS_MAX)
-    assert bench.reads(key(0))
+    bench.pass_time(RETRY_NS_MAX)
     assert bench.find(keys(20)) == keys(20)
+    assert bench.reads(key(0))
     assert bench.tier.stats().state == "ok"
+
+
+def test_a_device_that_fails_for_long_costs_no_block() -> None:
+    bench = DiskBench()
+    bench.save(keys(20))
+    bench.folder.files.inject(Injection(Op.PREADV, times=1 << 30, error=errno.EIO))
+    for turn in range(100):
+        for one in bench.find(keys(20)):
+            assert not bench.reads(one)
+        bench.pass_time(SECOND)
+        assert "reading bypassed" in bench.tier.stats().state, turn
+    assert bench.count("read_errors kind=io") == FAILURES_IN_A_ROW
+    bench.folder.files.heal()
+    bench.pass_time(RETRY_NS_MAX)
+    assert bench.find(keys(20)) == keys(20)
+    assert all(bench.reads(one) for one in keys(20))
+    assert bench.tier.stats().state == "ok"
+
+
+def test_a_place_that_fails_is_not_the_device() -> None:
+    bench = DiskBench()
+    bench.save(keys(8))
+    failing = Injection(Op.PREADV, times=FAILURES_IN_A_ROW + 2, error=errno.EIO)
+    bench.folder.files.inject(failing)
+    for one in keys(FAILURES_IN_A_ROW):
+        assert not bench.reads(one)
+    assert bench.find(keys(8)) == []
+    bench.pass_time(SECOND)
+    assert bench.find(keys(8)) == keys(8), "two tries failed, the third did not"
 
 
 def test_nobody_is_sent_after_reads_that_hang() -> None:
