@@ -217,15 +217,14 @@ class Core:
         )
 
     def settle(self, lease_id: int, now_ns: int, until_ns: int | None = None) -> Settled:
-        """What a read lease holds. A lease that holds nothing ends here.
-
-        until_ns: its deadline from now on, if that is sooner than the one it was taken with.
+        """What a read lease holds. A lease that holds nothing ends here. until_ns: its deadline
+        from now on, if that is sooner than the one it was taken with.
         """
         return self._reads.settle(lease_id, until_ns)
 
     def release(self, session: int, lease_ids: Sequence[int], now_ns: int) -> tuple[int, int]:
-        """Ends leases of the session or its group: (released, unknown). A reservation that is not
-        committed is aborted.
+        """Ends leases of the session or its group: (released, unknown). A reservation is aborted;
+        one whose commit is waited for is known to that alone.
         """
         known = self._session(session)
         released = 0
@@ -234,7 +233,8 @@ class Core:
             owner = None if lease is None else lease.session
             if lease is None or owner is None or known is None:
                 continue
-            if owner.group_key == known.group_key:
+            awaited = isinstance(lease, WriteLease) and lease.callers
+            if owner.group_key == known.group_key and not awaited:
                 self._end_lease(lease, now_ns)
                 released += 1
         return released, len(lease_ids) - released

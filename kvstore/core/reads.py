@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.core.arena import Arena
 from kvstore.core.books import Books
+from kvstore.core.effects import Ready
 from kvstore.core.leases import LeaseKind, ReadLease, Session
 from kvstore.core.moves import Moves
 from kvstore.core.pools import Slot, release_holds
@@ -267,8 +268,10 @@ class Reads:
         lease.pending = 0
 
     def end(self, lease: ReadLease) -> None:
-        """Every hold of the lease ends."""
+        """Every hold of the lease ends, and the wait for it."""
         self.books.leases.remove(lease)
+        if lease.pending:
+            self.books.effects.append(Ready(lease.id))
         if lease.session is not None:
             lease.session.view_bytes -= lease.view_bytes
         release_holds(lease.slots)

@@ -352,7 +352,6 @@ class Store:
         """(released, unknown). An uncommitted write lease is aborted."""
         counts = self.core.release(session.id, lease_ids, self.clock.monotonic_ns())
         self._run()
-        self._waiters.wake(lease_ids)
         return counts
 
     def block_view(self, place: Place, length: int) -> NDArray[np.uint8]:

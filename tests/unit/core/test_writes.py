@@ -398,3 +398,37 @@ def test_a_mark_of_another_time_spares_no_more_than_the_command_itself() -> None
     before = Before(since=2**63)
     reserved = bench.reserve(session, space, keys(2), before=before)
     assert len(reserved.wanted) == 2
+
+
+# ---------------------------------------------------------------- given up too late
+
+
+def test_an_abort_that_meets_a_commit_comes_too_late(bench: Bench) -> None:
+    """One of the two counts: the commit's answer says what became of the blocks."""
+    session, peer = bench.session(), bench.session()
+    space = bench.space(session)
+    bench.hold_copies = True
+    reserved = bench.reserve(session, space, keys(3))
+    assert bench.core.commit(session, reserved.lease_id, False, bench.now_ns).reason is Reason.OK
+    for who in (session, peer):
+        assert bench.core.release(who, [reserved.lease_id], bench.now_ns) == (0, 1)
+    bench.run()
+    assert bench.ready == []
+    bench.finish_all()
+    bench.run()
+    assert bench.ready == [reserved.lease_id]
+    assert bench.core.settle_commit(reserved.lease_id, 0) == (3, 0, 0, Reason.OK)
+    assert bench.have(session, space, keys(3)) == [True] * 3
+    assert bench.core.stats().write_leases == 0
+
+
+def test_the_wait_for_a_lease_ends_with_the_lease(bench: Bench) -> None:
+    session, peer = bench.session(), bench.session()
+    space = bench.space(session)
+    bench.reserve(session, space, keys(2))
+    acquired = bench.acquire(peer, space, keys(2), wait=True)
+    assert not acquired.ready
+    bench.run()
+    assert bench.core.release(peer, [acquired.lease_id], bench.now_ns) == (1, 0)
+    bench.run()
+    assert bench.ready == [acquired.lease_id]
