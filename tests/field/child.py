@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable
 
 from tests.e2e.child import heard, say
-from tests.e2e.stage import Child, altered, model
+from tests.e2e.stage import Child, Prompt, altered, model
 from tests.field import content
+from tests.rawclient import RawClient
 
 __all__ = ["child"]
 
@@ -46,7 +47,18 @@ def golden(path: str, verb: str) -> None:
         heard()
 
 
-VERBS: dict[str, Callable[..., None]] = {"golden": golden}
+def leases(path: str, count: str) -> None:
+    """Takes so many leases of one block, and keeps them."""
+    client = RawClient(path, group=f"leases-{os.getpid()}".encode())
+    space = client.open(model()).space_id
+    prompt = Prompt(model(), 19, blocks=1)
+    client.put(space, prompt.keys, prompt.rows())
+    ids = {client.acquire(space, prompt.keys).lease_id for _ in range(int(count))}
+    say(leases=len(ids - {0}))
+    heard()
+
+
+VERBS: dict[str, Callable[..., None]] = {"golden": golden, "leases": leases}
 
 if __name__ == "__main__":
     assert os.environ.get("PYTHONPATH")

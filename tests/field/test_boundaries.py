@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from kvstore.model.fingerprint import UNIT_SCALES
-from kvstore.model.keys import chain
 from kvstore.model.layout import layout_of
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore.wire import convert, status
@@ -136,6 +135,19 @@ def test_p12_the_sdk_splits_what_is_too_large_for_a_call(
         out = np.empty((stored + 1, space.block_bytes), np.uint8)
         assert space.fetch(batch[: stored + 1], out).blocks == stored
         assert_right(out, MODEL, keys, stored)
+        # A prompt that is longer than the tier and a call keeps the head that fits, whole.
+        blank = np.zeros(space.block_bytes, np.uint8)
+        pushed = space.push(batch, lambda block, target: np.copyto(target, blank))
+        assert pushed.reason is Reason.NO_SPACE, pushed
+        parts = (pushed.stored, pushed.present, pushed.reserved, pushed.failed, pushed.skipped)
+        assert sum(parts) == 100_000, pushed
+        kept = pushed.stored + pushed.present
+        assert (pushed.present, pushed.failed) == (stored, 0)
+        assert kept == metrics(daemon)['kvstore_tier_blocks{tier="host"}'] > 3_000
+        assert space.lookup(batch).blocks == space.fetch(batch[: kept + 1]).blocks == kept
+        # What comes after it takes the tail first.
+        assert push(space, MODEL, Prompt(MODEL, 12, 64).keys) == 64
+        assert kept - 64 - 64 <= space.lookup(batch).blocks < kept
     daemon = daemons()  # as it comes: 16,384 keys a call
     with Client(daemon.data_socket, config=CONFIG) as client:
         space = Punctual(client.space(MODEL))
@@ -356,4 +368,3 @@ def test_p13_a_long_socket_path_is_refused_with_its_setting(tmp_path: Path) -> N
         daemon.start()
     assert caught.value.code == 2
     assert "server.runtime_dir" in caught.value.output
-    assert chain([1] * 4, 4)  # keys need no daemon
