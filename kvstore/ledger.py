@@ -7,8 +7,7 @@ be used is renamed with its reason, never removed, and the ledger starts empty; 
 from `set_aside`, since without epochs older bytes must not be trusted.
 
 The file is LMDB (synchronous, no WRITEMAP: with it a full disk is SIGBUS), each row with a checksum
-of its own, because LMDB has none. Against damage inside LMDB's own pages only truncation is checked
-for.
+of its own, because LMDB has none. Before LMDB follows what stands in the file its order is checked.
 
 `put_many` blocks for some milliseconds: call it from a worker thread. Used by the shell alone.
 """
@@ -29,7 +28,7 @@ from typing import Protocol
 import lmdb
 import xxhash
 
-from kvstore import folders
+from kvstore import folders, lmdbfile
 from kvstore.model.reasons import Reason, StartError
 
 log = logging.getLogger(__name__)
@@ -307,6 +306,7 @@ class LmdbLedger:
     def _check(self) -> None:
         """Opens the file and reads all of it; raises _Unusable."""
         try:
+            self._examine()
             env = self._open_env()
             # Beyond the end of a truncated file LMDB's mapping is SIGBUS.
             needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
@@ -324,6 +324,13 @@ class LmdbLedger:
             self._read(env)
         except _DAMAGE as error:
             raise _Unusable(type(error).__name__) from error
+
+    def _examine(self) -> None:
+        """LMDB ends the process over a file that is damaged: at once, or at a later write."""
+        with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
+            data = file.read()
+            if reason := lmdbfile.examine(data) if data else "empty":
+                raise _Unusable(reason)
 
     def _move_aside(self, reason: str) -> None:
         for number in itertools.count(1):

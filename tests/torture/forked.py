@@ -95,6 +95,7 @@ def _probe(folder: str) -> tuple[int, bytes]:
         code = 1
         try:
             os.dup2(write_fd, 1)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             sys.stdout = os.fdopen(1, "w", closefd=False)
             code = probe.main(folder)
             sys.stdout.flush()

@@ -98,7 +98,7 @@ class PowerLoss:
             found = Found()
             after = disk_life.scaled(capacity_bytes, chance.choice((0.7, 1.0, 1.3)))
             image = folder.cut(cut, chance)
-            with _told(found):
+            with told(found):
                 tier = disk_life.start(image, capacity_bytes)
                 _examine(tier, standing, history.names, found, number)
                 # Once more, as after kill -9, with another capacity.
@@ -124,7 +124,8 @@ class PowerLoss:
         try:
             entries = writelog.record(shim, argv, life, place / "log", environ)
         except subprocess.CalledProcessError as error:
-            outcome.failed.append(f"the life that is recorded: {error.stderr.decode()[-800:]}")
+            why = " ".join(error.stderr.decode().split()[-60:])
+            outcome.failed.append(f"the life that is recorded: {why}")
             return
         events = disk_life.load(told)
         outcome.counts["entries of real logs"] += len(entries)
@@ -175,7 +176,7 @@ def _open_image(
 
     def work() -> dict[str, Any]:
         found = Found()
-        with _told(found):
+        with told(found):
             _examine_real(image, capacity_bytes, standing, names, found, number)
         return vars(found)
 
@@ -260,7 +261,7 @@ def _count(job: Job, outcome: Outcome, found: Found, what: str, total: int) -> N
 
 
 @contextlib.contextmanager
-def _told(found: Found) -> Iterator[None]:
+def told(found: Found) -> Iterator[None]:
     """What an examination raises is a finding."""
     try:
         yield

@@ -112,6 +112,18 @@ def cut_in_the_header(folder: Path) -> None:
     os.truncate(folder / FILE, 100)
 
 
+def empty(folder: Path) -> None:
+    os.truncate(folder / FILE, 0)
+
+
+def zero_a_page(folder: Path) -> None:
+    # LMDB itself ends the process over this one.
+    data = bytearray((folder / FILE).read_bytes())
+    root = int.from_bytes(max(data[128:152], data[4_224:4_248], key=lambda m: m[16:])[:8], "little")
+    data[root * 4_096 : (root + 1) * 4_096] = bytes(4_096)
+    (folder / FILE).write_bytes(data)
+
+
 def overwrite_header(folder: Path) -> None:
     with (folder / FILE).open("r+b") as file:
         file.write(b"not a ledger" * 1000)
@@ -146,8 +158,10 @@ def no_format(folder: Path) -> None:
     ("damage", "reason"),
     [
         (truncate, "truncated"),
-        (cut_in_the_header, "InvalidError"),
-        (overwrite_header, "InvalidError"),
+        (zero_a_page, "page-header"),
+        (empty, "empty"),
+        (cut_in_the_header, "truncated"),
+        (overwrite_header, "no-root"),
         (flip_a_value, "bad-checksum"),
         (swap_rows, "bad-checksum"),
         (future_format, "format-2"),
