@@ -97,6 +97,9 @@ class App:
         self._undo.callback(gates.remove)
         parts = self._parts = Assembly(settings, self._clock)
         self._undo.callback(parts.close)
+        unlocked = parts.host.stats().lock_reason
+        if unlocked and settings.host.mlock == "auto":
+            event(log, logging.WARNING, "memory may be swapped", why=unlocked, setting="host.mlock")
         self._store = parts.store
         self._fd_socket = FdSocket(parts.store, sessions_max=parts.limits.sessions_max)
         self._undo.callback(self._fd_socket.close)
