@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
+
 from kvstore.model.reasons import Reason
 from kvstore.tiers.disk.format import RecordHeader, decode, record_bytes
 from tests.daemon import DaemonDied
@@ -26,6 +28,7 @@ from tests.e2e.stage import Prompt, model
 from tests.faultfs import FaultFs
 from tests.faultfs import missing as why_no_fuse
 from tests.faults import SEGMENTS, Fault
+from tests.rawclient import Refused
 from tests.torture.base import Job, Outcome
 from tests.torture.daemons import daemon_of
 from tests.torture.disk_watch import (
@@ -84,6 +87,14 @@ class Kind:
     puts: int = 0
     fallocate: bool = True
     direct: bool = True
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether it is single blocks that it damages, or makes unreadable."""
+        return self.damage is not None or any(
+            fault.lie or fault.cut_bytes is not None or ("read" in fault.ops and fault.chance < 1)
+            for fault in self.faults
+        )
 
 
 # ---------------------------------------------------------------- damage at rest
@@ -272,7 +283,7 @@ class _Trial:
             )
             try:
                 self._lives()
-            except (Away, DaemonDied, AssertionError, subprocess.TimeoutExpired) as error:
+            except (Away, DaemonDied, Refused, AssertionError, subprocess.TimeoutExpired) as error:
                 self._failed(f"{type(error).__name__}: {error}")
             finally:
                 device.clear()
@@ -396,6 +407,8 @@ class _Trial:
         self._count()
         self.outcome.counts["blocks that had to be there"] += blocks
         self.outcome.counts["of these dropped, and counted"] += lost
+        if not (self._kind.takes_blocks or self._kind.puts) and lost > (1 - KEPT_SHARE) * blocks:
+            self._failed(f"{when} {blocks - lost} of {blocks} blocks are there")
         if self._lost > self._counted:
             self._failed(f"{when} {self._lost} blocks are lost, {self._counted} counted")
         for prompt in again:
@@ -414,25 +427,33 @@ class _Trial:
         while time.monotonic() < end or turn < kind.puts:
             # Not all the time: what is put during all rounds fits into the tier.
             time.sleep(PAUSE_S)
-            durable = turn % 3 == 2 or bool(kind.puts)
-            prompt = self._fresh()
-            put = client.put(prompt, durable=durable)
-            if put.durable == PROMPT_BLOCKS:
-                self._prompts.append(prompt)
-                self.outcome.counts["durable under a fault"] += PROMPT_BLOCKS
-            elif durable and kind.goes_on:
-                self._failed(f"a durable put answered {put.reason.name}")
-            if put.visible < PROMPT_BLOCKS and put.reason is not Reason.DEADLINE_EXCEEDED:
-                self._failed(f"a put stored {put.visible} blocks: {put.reason.name}")
-            elif (there := client.get(prompt)) < PROMPT_BLOCKS:
-                self._failed(f"memory gave {there} of {PROMPT_BLOCKS} blocks that were just put")
-            self.outcome.counts["blocks read under a fault"] += client.get(
-                self._rng.choice(self._prompts)
-            )
+            try:
+                self._use(durable=turn % 3 == 2 or bool(kind.puts))
+            except Refused as error:
+                if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise
+                self.outcome.counts["calls whose time ran out"] += 1  # which they kept
             stopped |= bool(kind.stops) and metrics(self._daemon)[kind.stops] > 0
             turn += 1
         client.deadline_s = client.raw.call_s = 20.0
         return stopped
+
+    def _use(self, *, durable: bool) -> None:
+        """A put, which memory has to take and to give back, and a get of something older."""
+        client = self._client
+        prompt = self._fresh()
+        put = client.put(prompt, durable=durable)
+        if put.durable == PROMPT_BLOCKS:
+            self._prompts.append(prompt)
+            self.outcome.counts["durable under a fault"] += PROMPT_BLOCKS
+        elif durable and self._kind.goes_on:
+            self._failed(f"a durable put answered {put.reason.name}")
+        if put.visible < PROMPT_BLOCKS and put.reason is not Reason.DEADLINE_EXCEEDED:
+            self._failed(f"a put stored {put.visible} blocks: {put.reason.name}")
+        elif (there := client.get(prompt)) < PROMPT_BLOCKS:
+            self._failed(f"memory gave {there} of {PROMPT_BLOCKS} blocks that were just put")
+        older = client.get(self._rng.choice(self._prompts))
+        self.outcome.counts["blocks read under a fault"] += older
 
     def _died(self) -> None:
         """Only what damages LMDB's own file under it may end a daemon."""
