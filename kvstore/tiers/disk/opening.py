@@ -36,6 +36,7 @@ from kvstore.tiers.disk.folder import (
 )
 from kvstore.tiers.disk.format import Fault
 from kvstore.tiers.disk.index import LmdbIndex
+from kvstore.tiers.disk.probe import DATA_FILE
 from kvstore.tiers.disk.rows import Index, Unusable
 
 log = logging.getLogger(__name__)
@@ -190,7 +191,8 @@ class DiskFolder:
         if isinstance(found, Fault):
             return found.text
         # Segments without an index name nobody.
-        if _filled(self._of(SEGMENTS_FOLDER)) and not _filled(self._of(INDEX_FOLDER)):
+        data = os.path.join(self._of(INDEX_FOLDER), DATA_FILE)
+        if _filled(self._of(SEGMENTS_FOLDER)) and not os.path.exists(data):
             return "no-index"
         return ""
 

@@ -125,7 +125,11 @@ def test_segments_without_a_format_or_an_index_are_set_aside(tmp_path: Path) -> 
     fill(folder)
     shutil.rmtree(tmp_path / "index")
     assert segments(folder) == (0, "no-index")
-    assert asides(tmp_path) == ["1-no-format", "2-no-index"]
+    fill(folder)
+    (tmp_path / "index" / "data.mdb").unlink()
+    assert (tmp_path / "index" / "spare").exists()
+    assert segments(folder) == (0, "no-index")
+    assert asides(tmp_path) == ["1-no-format", "2-no-index", "3-no-index"]
 
 
 @pytest.mark.parametrize("damage", ["truncate", "foreign", "empty"])
