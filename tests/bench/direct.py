@@ -34,7 +34,8 @@ class Piece(NamedTuple):
 class Direct:
     """Threads and page-aligned buffers that live as long as the comparison.
 
-    about: how the page cache is kept out of play.
+    bypassed: whether the page cache is out of play; else its pages are dropped after use. about:
+    the same in words.
     """
 
     def __init__(self, folder: Path, record_bytes: int, records: int) -> None:
@@ -44,12 +45,13 @@ class Direct:
         self.memory[:] = np.random.default_rng(5).integers(0, 256, len(self.memory), np.uint8)
         self._folder = folder
         self._pool = ThreadPoolExecutor(THREADS, "direct")
-        self._flags = getattr(os, "O_DIRECT", 0)
+        self._flags = os.O_DIRECT
+        self.bypassed = self._try()
         self.about = "page cache bypassed"
-        if not self._try():
-            self.about = (
-                "no direct I/O on this file system: page cache in between, dropped after use"
-            )
+        if not self._flags:
+            self.about = "direct I/O is refused here: page cache in between, dropped after use"
+        elif not self.bypassed:
+            self.about = "direct I/O goes through the page cache here, dropped after use"
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -68,20 +70,29 @@ class Direct:
         return fd
 
     def _try(self) -> bool:
-        probe = self._folder / "direct-probe"
+        """Whether what is read does not stay in the page cache. Some file systems refuse direct
+        I/O, others take it and go their usual way.
+        """
+        path = self._folder / "direct-probe"
+        fds = []
         try:
-            fd = self.open(probe, os.O_RDWR | os.O_CREAT)
             try:
-                os.pwritev(fd, [self._buffer(0)], 0)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._flags = 0
+                fds.append(self.open(path, os.O_RDWR | os.O_CREAT))
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._flags = 0
+                return False
+            fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            self._whole(os.pwritev(fds[0], [self._buffer(0)], 0))
+            os.fsync(fds[0])
+            os.posix_fadvise(fds[1], 0, 0, os.POSIX_FADV_DONTNEED)
+            self._whole(os.preadv(fds[0], [self._buffer(0)], 0))
+            return not _is_cached(fds[1])
         finally:
-            probe.unlink(missing_ok=True)
-        return self._flags != 0
+            for fd in fds:
+                os.close(fd)
+            path.unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ transfers
 
@@ -126,10 +137,22 @@ class Direct:
             raise OSError(errno.EIO, f"{moved} of {self.record_bytes} bytes were moved")
 
     def _drop(self, fd: int, offset: int) -> None:
-        if not self._flags:
+        if not self.bypassed:
             os.posix_fadvise(fd, offset, self.record_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def _next(left: Iterator[tuple[int, Piece]], guard: threading.Lock) -> tuple[int, Piece] | None:
     with guard:
         return next(left, None)
+
+
+def _is_cached(fd: int) -> bool:
+    """Whether a page of the file, opened without O_DIRECT, is in the page cache."""
+    try:
+        return os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return True  # it cannot be asked: a file system in memory, as a rule
