@@ -171,6 +171,7 @@ class _Life:
             threads.append(Thread(target=worker.work, args=(daemon, chance, fuse, draining)))
             threads[-1].start()
         time.sleep(rng.uniform(0.0, TRAFFIC_S_MAX))
+        fuse.lit = True
         if draining and daemon.alive:
             daemon.signal(signal.SIGTERM)
             time.sleep(rng.uniform(0.0, DRAIN_KILL_S_MAX))
@@ -196,15 +197,19 @@ class _Life:
 
 
 class _Fuse:
-    """Kills a daemon after so many acknowledgements; 0: never."""
+    """Kills a daemon after so many acknowledgements; 0: never. lit: somebody ends it, so that calls
+    may find none.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], acknowledgements: int) -> None:
+        self.lit = False
         self._process = process
         self._left = acknowledgements
 
     def acknowledged(self) -> None:
         self._left -= 1
         if self._left == 0:
+            self.lit = True
             self._process.kill()
 
 
@@ -238,8 +243,9 @@ class _Worker:
             with Client(daemon, self._oracle) as client:
                 while self._step(client, rng, fuse, draining):
                     pass
-        except Away:
-            pass
+        except Away as away:
+            if not fuse.lit:
+                self._oracle.failed(f"no daemon, while it lived: {away}")
         except BaseException as error:  # an error of a thread is a finding, too
             self._oracle.failed(f"a client ended with {type(error).__name__}: {error}")
 

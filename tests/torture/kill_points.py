@@ -46,6 +46,9 @@ SYSCALLS = (
 STRACE = ("strace", "-f", "-qq")
 ACTS_MAX = 4
 """Rounds of the script within which a thread has to make its n-th call."""
+START_S_MAX = 20.0
+TRACED_FACTOR = 3
+"""A traced process stops twice at each of its system calls."""
 ATTEMPTS = 2
 """Which thread takes what, and how long a drain lasts, is chance: two starts may get to a point."""
 CAPACITY_BYTES_MIN = 4 << 20
@@ -314,7 +317,7 @@ class _Scripted:
         daemon.module = MODULE
         daemon.argv_prefix = prefix
         try:
-            daemon.start()
+            daemon.start(START_S_MAX * (TRACED_FACTOR if prefix else 1))
             self._check()
             for _ in range(acts):
                 self._act()
