@@ -29,6 +29,7 @@ from tests.faultfs import FaultFs
 from tests.faultfs import missing as why_no_fuse
 from tests.faults import SEGMENTS, Fault
 from tests.rawclient import Refused
+from tests.torture import own_faults
 from tests.torture.base import Job, Outcome
 from tests.torture.daemons import daemon_of
 from tests.torture.disk_watch import (
@@ -43,6 +44,7 @@ from tests.torture.disk_watch import (
     state_of,
 )
 from tests.torture.oracle import Away, Client, Oracle, check_quiet, until_loaded
+from tests.torture.own_faults import OwnFaults
 
 ROUNDS = 3
 LANES = 5
@@ -87,6 +89,11 @@ class Kind:
     puts: int = 0
     fallocate: bool = True
     direct: bool = True
+
+    @property
+    def of_segments(self) -> bool:
+        """Whether a daemon can do it to itself."""
+        return self.fallocate and self.direct and all(one.where == SEGMENTS for one in self.faults)
 
     @property
     def takes_blocks(self) -> bool:
@@ -216,18 +223,30 @@ class DeviceFaults:
     )
 
     def run(self, job: Job) -> Outcome:
-        outcome = Outcome(skipped=why_no_fuse())
-        if outcome.skipped:
-            return outcome
+        outcome = Outcome()
         rounds = job.scale.of(ROUNDS)
+        why = why_no_fuse()
+        kinds = [kind for kind in KINDS if not why or kind.of_segments]
+        if why:
+            left_out = len(KINDS) - len(kinds)
+            outcome.skipped = (
+                f"{left_out} of {len(KINDS)} kinds of faults, all but those of segment files: {why}"
+            )
         trials = [
-            _Trial(job, kind, job.folder / f"{number:02}", job.rng.randrange(2**31), rounds)
-            for number, kind in enumerate(KINDS)
+            _Trial(
+                job,
+                kind,
+                job.folder / f"{number:02}",
+                job.rng.randrange(2**31),
+                rounds,
+                own=bool(why),
+            )
+            for number, kind in enumerate(kinds)
         ]
         with ThreadPoolExecutor(LANES) as lanes:
             for trial in lanes.map(_Trial.run, trials):
                 _take(outcome, trial.outcome)
-                job.progress(outcome.trials, rounds * len(KINDS), outcome)
+                job.progress(outcome.trials, rounds * len(kinds), outcome)
         return outcome
 
 
@@ -245,7 +264,10 @@ def _take(outcome: Outcome, more: Outcome) -> None:
 class _Trial:
     """One kind of fault: a device, a daemon, and what is known of its blocks."""
 
-    def __init__(self, job: Job, kind: Kind, folder: Path, seed: int, rounds: int) -> None:
+    def __init__(
+        self, job: Job, kind: Kind, folder: Path, seed: int, rounds: int, *, own: bool = False
+    ) -> None:
+        """own: the daemon fails its own calls, for want of a file system that does."""
         self.outcome = Outcome()
         self._job = job
         self._kind = kind
@@ -253,6 +275,7 @@ class _Trial:
         self._seed = seed
         self._rng = random.Random(seed)
         self._rounds = rounds
+        self._own = own
         self._oracle = Oracle(self.outcome)
         self._prompts: list[Prompt] = []
         self._numbers = itertools.count()
@@ -264,13 +287,7 @@ class _Trial:
     def run(self) -> _Trial:
         kind = self._kind
         self._folder.mkdir()
-        device = FaultFs(
-            self._folder / "device",
-            seed=self._seed,
-            fallocate=kind.fallocate,
-            direct=kind.direct,
-        )
-        with device:
+        with self._make_device() as device:
             self._device = device
             self._daemon = daemon_of(
                 self._job,
@@ -281,6 +298,9 @@ class _Trial:
                 disk__capacity_bytes=CAPACITY,
                 server__drain_grace_s=2,
             )
+            if isinstance(device, OwnFaults):
+                self._daemon.module = own_faults.MODULE
+                self._daemon.environ |= device.environ
             try:
                 self._lives()
             except (Away, DaemonDied, Refused, AssertionError, subprocess.TimeoutExpired) as error:
@@ -292,6 +312,12 @@ class _Trial:
         self.outcome.failed = [f"{kind.name}: {text}" for text in self.outcome.failed]
         self.outcome.wrong = [f"{kind.name}: {text}" for text in self.outcome.wrong]
         return self
+
+    def _make_device(self) -> FaultFs | OwnFaults:
+        folder, kind = self._folder / "device", self._kind
+        if self._own:
+            return OwnFaults(folder, seed=self._seed)
+        return FaultFs(folder, seed=self._seed, fallocate=kind.fallocate, direct=kind.direct)
 
     def _failed(self, text: str) -> None:
         self._oracle.failed(f"{text} (seed {self._seed})")
