@@ -1,5 +1,6 @@
 """Saving before it is needed: what would be evicted next, so that nobody waits for its slot; and
-before an end what is worth the most.
+before an end what is worth the most. What an archive has aged out is not saved ahead again before
+it is used again: where an archive has less room than all of that, it would be written for ever.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Ahead:
 
     def _save_coldest(self, pool: Pool, archive: int, wanted: int) -> None:
         for slot in islice(pool.policy, wanted):
-            if slot.saved or not pool.policy.admit(slot):
+            if not slot.worth_saving() or not pool.policy.admit(slot):
                 continue
             if self.books.moves_full:
                 del self._looked[pool]  # it is gone on with as soon as some have ended
@@ -72,7 +73,7 @@ class Ahead:
                 for pool in arena.pools.values()
                 for region in pool.regions.values()
                 for slot in region.slots
-                if not slot.saved and slot.key
+                if slot.key and slot.worth_saving()
             )
             for slot in heapq.nlargest(HOTTEST_MAX, unsaved, key=_touched_ns):
                 if self.books.moves_full:

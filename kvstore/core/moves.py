@@ -478,6 +478,7 @@ class Moves:
             slot = space.index.get(key)
             if slot is not None:
                 slot.saved = False
+                slot.aged_ns = slot.touched_ns
 
 
 def _hold_for_save(slot: Slot) -> None:

@@ -46,10 +46,12 @@ class Slot:
     slot to save it, under which it may still be evicted. marked: releasing the last hold needs
     more than counting (DOOMED, or shelved by the policy). leaving: copies that still read
     the former content; queued: fills that wait for them. rising: the slot that a promotion
-    fills. saved: an archive has the block. command: the last command that used the block.
+    fills. saved: an archive has the block. aged_ns: its last use when an archive had aged it out;
+    -1: none has. command: the last command that used the block.
     """
 
     __slots__ = (
+        "aged_ns",
         "code",
         "command",
         "depth",
@@ -92,6 +94,7 @@ class Slot:
         self.hits = 0
         self.touched_ns = 0
         self.saved = False
+        self.aged_ns = -1
         self.fill: Fill | None = None
         self.leaving = 0
         self.queued: list[Copy] = []
@@ -101,6 +104,10 @@ class Slot:
     def in_use(self) -> bool:
         """Whether somebody needs the slot as it is, so that it cannot be evicted."""
         return self.holds > self.saves or self.state in (FILLING, DOOMED)
+
+    def worth_saving(self) -> bool:
+        """Whether no archive has it, and none had it and aged it out since it was used last."""
+        return not self.saved and self.touched_ns > self.aged_ns
 
     def place(self, offset: int = 0) -> Place:
         """Where the slot's bytes are."""
@@ -206,6 +213,7 @@ class Pool:
         slot.space, slot.key, slot.parent, slot.depth = space, key, parent, depth
         slot.hits = 0
         slot.saved = False
+        slot.aged_ns = -1
         slot.fill = fill
         self._set(slot, FILLING)
 

@@ -7,7 +7,7 @@ from kvstore.core.pools import Slot
 from kvstore.model.reasons import Reason
 from kvstore.model.values import CoreLimits, LeaseMode
 from kvstore.policy.lru import Lru
-from tests.unit.core.harness import BLOCK, Bench, keys
+from tests.unit.core.harness import BLOCK, SECOND, Bench, keys
 
 
 def saved(bench: Bench) -> list[bytes]:
@@ -140,6 +140,27 @@ def test_what_goes_next_is_saved_before_it_has_to_go() -> None:
     bench.core.commit(bench.writer, reserved.lease_id, False, bench.now_ns)
     assert len(bench.out("commit")) == 3, "nobody waits for a save"
     assert len(saved(bench)) == ahead
+
+
+def test_what_an_archive_ages_out_is_not_saved_ahead_for_ever() -> None:
+    bench = Ahead()
+    bench.fill()
+    first, second = keys(2, "prompt 0"), keys(2, "prompt 1")
+    while bench.core.save_ahead(False, bench.now_ns):
+        bench.run()
+    begun = len(saved(bench))
+    bench.core.archive_dropped(bench.disk, bench.id, [*first, *second])
+    for _ in range(5):
+        bench.pass_time(SECOND)
+        assert bench.core.save_ahead(False, bench.now_ns) == 0, "an archive with less room churns"
+    bench.run()
+    assert len(saved(bench)) == begun
+    bench.use(bench.writer, bench.id, second)
+    bench.use(bench.writer, bench.id, keys(2, "prompt 6"))
+    assert bench.core.save_ahead(True, bench.now_ns) >= 2, "what was used since is worth it"
+    bench.settle_all()
+    assert saved(bench).count(second[1]) == 2
+    assert saved(bench).count(first[1]) == 1
 
 
 def test_what_could_not_be_saved_in_time_is_dropped_and_counted() -> None:
