@@ -61,6 +61,8 @@ DEADLINE_S = 0.5
 PAUSE_S = 0.02
 HOLD_S = 30.0
 KEPT_SHARE = 0.95
+_ENDS = (Away, DaemonDied, Refused, AssertionError, OSError, subprocess.TimeoutExpired)
+"""What ends a trial is a finding."""
 STOP_S_MAX = 15.0
 """To end while the device hangs: the grace of 2 s, and twice what closing waits for."""
 
@@ -159,7 +161,7 @@ def _truncate(records: list[Record], rng: random.Random) -> list[Record]:
     its = [record for record in records if record[0] == path]
     # Through a record, at a page's end or not.
     end = max(record[1] for record in its) + SIZE
-    length = end - rng.choice([512, 4_096, SIZE + 100])
+    length = max(100, end - rng.choice([512, 4_096, SIZE + 100]))
     with path.open("r+b") as file:
         file.truncate(length)
     return [record for record in its if record[1] + SIZE > length]
@@ -303,7 +305,7 @@ class _Trial:
                 self._daemon.environ |= device.environ
             try:
                 self._lives()
-            except (Away, DaemonDied, Refused, AssertionError, subprocess.TimeoutExpired) as error:
+            except _ENDS as error:
                 self._failed(f"{type(error).__name__}: {error}")
             finally:
                 device.clear()

@@ -22,6 +22,8 @@ RECOVERY_S = 5.0
 """From the end of a fault until all is well: the bound. Ten times it decides."""
 RECOVERY_S_MAX = 10 * RECOVERY_S
 POLL_S = 0.01
+ACT_AFTER = 3
+"""Bad answers in a row after which a supervisor restarts a daemon, if nobody says otherwise."""
 
 DROPS = (
     "kvstore_disk_corrupt_dropped_total",
@@ -114,13 +116,12 @@ def _is_well(state: str) -> bool:
 
 
 class Health:
-    """Asks for the daemon's health all the time: late or bad answers are failures. longest_s: of
-    the answers so far.
+    """Asks for the daemon's health all the time, as a supervisor does: as many late or bad answers
+    in a row as make one act are a failure. longest_s: of the answers so far.
     """
 
     def __init__(self, daemon: Daemon, oracle: Oracle, every_s: float = 0.05) -> None:
         self.longest_s = 0.0
-        self.asked = 0
         self._daemon = daemon
         self._oracle = oracle
         self._every_s = every_s
@@ -128,20 +129,25 @@ class Health:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
+        bad = 0
         while not self._ended.wait(self._every_s):
             for path in ("healthz", "readyz"):
-                began = time.monotonic()
-                try:
-                    with urllib.request.urlopen(f"{self._daemon.http_url}/{path}", timeout=10):
-                        pass
-                except OSError as error:
-                    if not self._ended.is_set() and self._daemon.alive:
-                        self._oracle.failed(f"/{path}: {error}")
-                took_s = time.monotonic() - began
-                self.longest_s = max(self.longest_s, took_s)
-                self.asked += 1
-                if took_s > LATE_S and self._daemon.alive:
-                    self._oracle.failed(f"/{path} took {took_s:.2f} s")
+                why = self._asked(path)
+                bad = bad + 1 if why and self._daemon.alive and not self._ended.is_set() else 0
+                if bad == ACT_AFTER:
+                    self._oracle.failed(f"/{path} and {ACT_AFTER - 1} before: {why}")
+
+    def _asked(self, path: str) -> str:
+        """What was wrong with the answer."""
+        began = time.monotonic()
+        try:
+            with urllib.request.urlopen(f"{self._daemon.http_url}/{path}", timeout=10):
+                why = ""
+        except OSError as error:
+            why = str(error)
+        took_s = time.monotonic() - began
+        self.longest_s = max(self.longest_s, took_s)
+        return why or (f"{took_s:.2f} s" if took_s > LATE_S else "")
 
     def __enter__(self) -> Health:
         self._thread.start()
