@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +30,7 @@ from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client import Client, ClientConfig
 from tests.daemon import Daemon, _python_path
 from tests.e2e.stage import ROOT, Child, Prompt, held, model, open_files, resident_bytes
-from tests.rawclient import RawAdmin, RawClient, Refused, channel, reason, send
+from tests.rawclient import CALL_S, RawAdmin, RawClient, Refused, channel, reason, send
 from tests.torture.bad_bytes import OPENING
 from tests.torture.base import Job, Outcome
 from tests.torture.daemons import daemon_of
@@ -51,6 +52,7 @@ IDLE, BUSY = 3_000, 500
 CALLS_EACH = 4
 THREADS = 8
 SPARE_FILES = 600
+CALLS_MAX = 16
 SLOW_READERS = 16
 SLOW_TTL_MS = 1_500
 SLOW_MEMORY_MAX = 10 << 20
@@ -73,6 +75,7 @@ class Connections:
                 crowd,
                 {"limits__sessions_max": BUSY + 64, "host__staging_bytes": "256KiB"},
             ),
+            ("too many calls", too_many_calls, {"limits__concurrent_calls_max": CALLS_MAX}),
             ("slow readers", slow_readers, {"limits__lease_ttl_ms": SLOW_TTL_MS}),
             ("frozen clients", frozen_clients, {"host__capacity_bytes": "8MiB"}),
             ("forks", forks, {}),
@@ -213,6 +216,50 @@ def _all_busy(clients: list[RawClient], outcome: Outcome) -> None:
 def _until_closed(daemon: Daemon, files: int, outcome: Outcome) -> None:
     if not until(lambda: descriptors(daemon.pid) <= files, 15.0):
         outcome.failed.append(f"{descriptors(daemon.pid)} descriptors are open, not {files}")
+
+
+def too_many_calls(job: Job, daemon: Daemon, outcome: Outcome) -> None:
+    """Calls beyond the bound are refused at once, with the setting; those within it are served."""
+    prompt = Prompt(model(), 2, blocks=2)
+    with RawClient(daemon.data_socket) as client, RawClient(daemon.data_socket) as waiter:
+        space = client.open(model()).space_id
+        reserved = client.reserve(space, prompt.keys)
+        request = pb.AcquireRequest(
+            session=waiter.secret,
+            space_id=waiter.open(model()).space_id,
+            keys=b"".join(prompt.keys),
+            wait_ms=20_000,
+        )
+        calls = [waiter.stub.Acquire.future(request, timeout=CALL_S) for _ in range(3 * CALLS_MAX)]
+        refused = 0
+
+        def most_are_refused() -> bool:
+            nonlocal refused
+            refused = sum(call.done() for call in calls)
+            return refused >= 2 * CALLS_MAX
+
+        if not until(most_are_refused, 10.0):
+            outcome.failed.append(f"{refused} of {len(calls)} calls were refused, not two thirds")
+        client.fill(reserved, prompt.rows())
+        try:
+            visible = client.commit(reserved.lease_id).visible
+        except Refused as error:  # the bound is that of everybody on this socket
+            visible = 2 if error.reason is Reason.LIMIT_QUEUE else 0
+            client.abort(reserved.lease_id)
+        if visible != 2:
+            outcome.failed.append("a commit beside too many calls failed")
+        why = Counter(_outcome_of(call) for call in calls)
+    outcome.trials += len(calls)
+    outcome.counts["calls_refused_beyond_the_bound"] = why[Reason.LIMIT_QUEUE.name]
+    if why[Reason.LIMIT_QUEUE.name] < 2 * CALLS_MAX or set(why) > {"OK", Reason.LIMIT_QUEUE.name}:
+        outcome.failed.append(f"too many calls: {dict(why)}")
+
+
+def _outcome_of(call: Any) -> str:
+    try:
+        return reason(call.result().reason).name
+    except grpc.RpcError as error:
+        return Refused(error).reason.name
 
 
 # ---------------------------------------------------------------- slow readers
