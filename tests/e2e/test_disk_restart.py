@@ -361,6 +361,12 @@ def test_a_read_only_folder_is_said_and_used_once_it_can_be(
     put(daemon, *prompts(8, first=100))
     assert get(daemon, written) == 40
     assert disk_of(daemon).blocks > 100
+    with RawClient(daemon.data_socket) as client:
+        put_durably(client, late := Prompt(MODEL, 7, 20))
+    daemon.kill()
+    daemon.restart()
+    until_loaded(daemon)
+    assert get(daemon, late) == 20, "the ledger has found its folder, too"
 
 
 def _remount(folder: Path, mode: str) -> None:
@@ -415,7 +421,7 @@ def test_a_removed_folder_is_begun_anew(start: Daemons) -> None:
     assert daemon.stop() == 0
     daemon.restart()
     until_loaded(daemon)
-    assert get(daemon, second) == 0, "the ledger that said whose they are went with the folder"
+    assert get(daemon, second) == 40, "the ledger that says whose they are was made anew as well"
 
 
 def _grow(path: Path, size_bytes: int) -> bool:
