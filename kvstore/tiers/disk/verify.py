@@ -49,6 +49,7 @@ from kvstore.tiers.disk.format import (
 )
 from kvstore.tiers.disk.index import Index, LmdbIndex, RowBatch, Unusable
 from kvstore.tiers.disk.pages import aligned_bytes
+from kvstore.tiers.disk.probe import DATA_FILE
 from kvstore.tiers.disk.report import Accounting, Findings, Kind, Report
 
 DAMAGES_KEPT_MAX = 1_000
@@ -204,7 +205,8 @@ class _Check:
 
     def _read_index(self) -> tuple[list[Segment], _Rows]:
         source = os.path.join(self._folder, INDEX_FOLDER)
-        if not os.path.isdir(source):
+        # LMDB would make one in the copy, without a word.
+        if not os.path.exists(os.path.join(source, DATA_FILE)):
             self._findings.add(Kind.INDEX, INDEX_FOLDER, "there is none")
             return [], _pack_rows([])
         with tempfile.TemporaryDirectory(prefix="kvstore-verify-") as scratch:

@@ -362,11 +362,13 @@ def test_a_later_format_is_not_looked_into(folder: Folder) -> None:
     assert (report.rows, report.bytes_read) == (0, 0)
 
 
-@pytest.mark.parametrize("how", ["absent", "empty", "cut", "foreign"])
+@pytest.mark.parametrize("how", ["absent", "file absent", "empty", "cut", "foreign"])
 def test_an_index_that_cannot_be_read_is_damage(folder: Folder, how: str) -> None:
     data = folder.path / "index" / "data.mdb"
     if how == "absent":
         shutil.rmtree(data.parent)
+    elif how == "file absent":
+        data.unlink()
     elif how == "empty":
         data.write_bytes(b"")
     elif how == "cut":
