@@ -292,8 +292,8 @@ def _check_leases(books: Books) -> None:
                 assert lease.session.id in books.sessions, "a lease of a session that ended"
         if isinstance(lease, ReadLease):
             assert (lease.until_ns is None) or lease.id in dated, "a deadline is in the heap"
-        elif lease.state is WriteState.RESERVED:
-            assert lease.id in dated, "a reservation ends by itself"
+        elif lease.state in (WriteState.RESERVED, WriteState.EXPIRED):
+            assert lease.id in dated, "a reservation ends by itself, and so does what is left of it"
         if isinstance(lease, WriteLease) and lease.session.id not in books.sessions:
             assert not lease.callers, "a reservation outlives its session only while it is copied"
     for session in books.sessions.values():

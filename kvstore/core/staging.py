@@ -72,16 +72,18 @@ class Staging:
     """A session's staging region.
 
     copies: that read it now. idle_ns: since when no range of it is out. fresh: its session has not
-    asked for any yet; turn_ns: since when it has its turn.
+    asked for any yet; turn_ns: since when it has its turn. stuck: a writer hangs in it, and it goes
+    as soon as no other one writes.
     """
 
-    __slots__ = ("closed", "copies", "extents", "fresh", "idle_ns", "region_id", "turn_ns")
+    __slots__ = ("closed", "copies", "extents", "fresh", "idle_ns", "region_id", "stuck", "turn_ns")
 
     def __init__(self, region_id: int, total_bytes: int, now_ns: int) -> None:
         self.region_id = region_id
         self.extents = Extents(total_bytes)
         self.copies = 0
         self.closed = False
+        self.stuck = False
         self.fresh = True
         self.turn_ns = now_ns
         self.idle_ns = now_ns

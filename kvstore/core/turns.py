@@ -46,7 +46,7 @@ class Turns:
         if staging is not None:
             large = staging.total_bytes >= part_bytes
             staging.begin_turn(now_ns)
-            if large and not self._is_over(staging, now_ns):
+            if large and not staging.stuck and not self._is_over(staging, now_ns):
                 return staging
             if not staging.unused:
                 return Reason.STAGING_BUSY

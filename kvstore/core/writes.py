@@ -22,6 +22,10 @@ from kvstore.model.values import STAGING, Before, CommitResult, Committed, Place
 READY = SlotState.READY
 FILLING = SlotState.FILLING
 
+SILENCE_NS = 10 * 10**9
+"""After its deadline, in which a reservation's writer may still say that he has stopped."""
+EXCHANGE_POLL_NS = 10**8
+
 
 class Writes:
     """See the module's docstring."""
@@ -286,15 +290,39 @@ class Writes:
 
     def expire(self, lease: WriteLease, now_ns: int) -> None:
         """The deadline is over. Keys are free at once; staging ranges only when the writer is known
-        to have stopped, because a slow copy of his may still go there. A commit that was given goes
-        on, and its caller is told: he has a deadline of his own.
+        to have stopped, because a slow copy of his may still go there: if he says nothing for long,
+        the whole staging is exchanged. A commit that was given goes on, and its caller is told: he
+        has a deadline of his own.
         """
         if lease.state is WriteState.RESERVED:
             lease.state = WriteState.EXPIRED
             self.books.counters["reservations_expired"] += 1
             self._lose_blocks(lease, Reason.LEASE_EXPIRED, now_ns)
+            self.books.leases.prolong(lease, now_ns + SILENCE_NS)
+        elif lease.state is WriteState.EXPIRED:
+            self._exchange_staging(lease, now_ns)
         elif lease.state is WriteState.COPIED and lease.waiting:
             self._lose_blocks(lease, Reason.LEASE_EXPIRED, now_ns)
+
+    def _exchange_staging(self, lease: WriteLease, now_ns: int) -> None:
+        """Takes the staging away from under a writer who hangs, once nobody else of his session
+        writes there: what he still writes goes into a region that is no more.
+        """
+        session, staging = lease.session, lease.staging
+        users = [
+            one
+            for one in session.leases.values()
+            if isinstance(one, WriteLease) and one.staging is staging and one.extents
+        ]
+        staging.stuck = True
+        if any(one.state is not WriteState.EXPIRED for one in users):
+            self.books.leases.prolong(lease, now_ns + EXCHANGE_POLL_NS)
+            return
+        for one in users:
+            one.extents = []
+            self.books.leases.remove(one)
+        self.books.counters["staging_exchanged"] += 1
+        self.turns.close(session, now_ns)
 
     def _lose_blocks(self, lease: WriteLease, why: Reason, now_ns: int) -> None:
         """Drops what is unfinished: of the lease, or of the whole write group if it has parts."""

@@ -67,7 +67,7 @@ class Simulation(Clients):
             self.core.save_ahead(self.random.random() < 0.2, self.now_ns)
 
     def _pass_time(self) -> None:
-        self.clock.advance_ns(self.random.choice([1, 1, 20, 20, 400, 2_000]) * MS)
+        self.clock.advance_ns(self.random.choice([1, 1, 20, 20, 400, 2_000, 12_000]) * MS)
         self.core.tick(self.now_ns)
 
     # ------------------------------------------------------------------ the operator

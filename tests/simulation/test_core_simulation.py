@@ -69,6 +69,7 @@ def test_the_seeds_go_everywhere() -> None:
         "loads_failed",
         "dropped_unsaved",
         "reservations_expired",
+        "staging_exchanged",
         "leases_expired",
         "promoted",
     }

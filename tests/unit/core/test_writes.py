@@ -140,6 +140,37 @@ def test_an_expired_reservation_frees_its_keys_at_once_its_staging_when_the_writ
     assert len(bench.reserve(slow, space, keys(2, "more")).wanted) == 2
 
 
+def test_a_writer_who_hangs_loses_his_staging_and_nobody_elses_bytes(bench: Bench) -> None:
+    session, reader = bench.session(), bench.session(group=b"reader")
+    space = bench.space(session)
+    bench.hold_regions = True
+    hung = bench.reserve(session, space, keys(1, "hung"), ttl_ns=SECOND)
+    bench.run()
+    bench.pass_time(2 * SECOND)
+    live = bench.reserve(session, space, keys(1, "live"), ttl_ns=60 * SECOND)
+    assert live.staging_region == hung.staging_region
+    bench.pass_time(20 * SECOND)
+    # Somebody still writes there: it stays until he is done, and nobody new comes.
+    assert bench.core.staging_of(session) == hung.staging_region
+    assert bench.reserve(session, space, keys(1, "next")).reason is Reason.STAGING_BUSY
+    assert bench.commit(session, live.lease_id).visible == 1
+    assert bench.closing == []
+    bench.pass_time(SECOND)
+    assert bench.closing == [hung.staging_region]
+    stats = bench.core.stats()
+    assert (stats.write_leases, stats.pools[0].staging_bytes) == (0, 0)
+    # What he writes now goes where nobody reads; his commit is unknown.
+    fresh = bench.reserve(session, space, keys(1, "hung"))
+    bench.run()
+    assert fresh.lease_id
+    assert fresh.staging_region != hung.staging_region
+    late = bench.core.commit(session, hung.lease_id, False, bench.now_ns)
+    assert late.reason is Reason.LEASE_UNKNOWN
+    assert bench.commit(session, fresh.lease_id).visible == 1
+    assert bench.have(reader, space, [*keys(1, "hung"), *keys(1, "live")]) == [True, True]
+    bench.let_go()
+
+
 def test_staging_of_an_expired_reservation_ends_with_its_session(bench: Bench) -> None:
     session = bench.session()
     space = bench.space(session)
