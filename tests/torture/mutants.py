@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tests.torture.running import run_stage
 
 VARIABLE = "TORTURE_MUTANT"
@@ -122,7 +120,7 @@ def _unbounded_calls() -> None:
 
     def unbounded(self: Any, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
-        self.limits = msgspec.structs.replace(self.limits, concurrent_calls_max=sys.maxsize)
+        self.limits = self.limits._replace(concurrent_calls_max=sys.maxsize)
 
     boundary.__init__ = unbounded
 
