@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvstore_client import BlockKey, Client, ClientConfig, Space
 from tests.bench.bare_grpc import BareGrpc
-from tests.bench.harness import Results, paired_ratio, timed
+from tests.bench.harness import Results, compare, timed
 from tests.bench.models import MIB_BLOCKS, PAGE_BLOCKS
 from tests.bench.redis_server import RedisServer, find_redis
 
@@ -70,42 +70,38 @@ def filled(target: str) -> Iterator[Setup]:
 
 def measure_reads(setup: Setup, results: Results) -> None:
     for count, name in ((64, "get_64_blocks_over_memcpy"), (500, "get_500_blocks_over_memcpy")):
-        value, note = paired_ratio(
+        ratio = compare(
             partial(fetch, setup, setup.space, count), partial(setup.memcpy, count), ROUNDS
         )
-        results.add(name, value, "ratio", ROUNDS, note)
-    value, note = paired_ratio(partial(views, setup, 64), partial(setup.memcpy, 64), ROUNDS)
-    results.add("views_64_blocks_over_memcpy", value, "ratio", ROUNDS, note)
+        results.add_ratio(name, ratio)
+    ratio = compare(partial(views, setup, 64), partial(setup.memcpy, 64), ROUNDS)
+    results.add_ratio("views_64_blocks_over_memcpy", ratio)
 
 
 def measure_puts(setup: Setup, results: Results) -> None:
     rng = np.random.default_rng(11)
-    value, note = paired_ratio(
+    ratio = compare(
         lambda n: push(setup, rng.integers(0, 2**31, 64 * 16, dtype=np.uint32), n),
         partial(setup.memcpy, 64),
         ROUNDS,
     )
-    results.add(
-        "put_64_blocks_over_memcpy", value, "ratio", ROUNDS, f"to committed and visible; {note}"
-    )
+    results.add_ratio("put_64_blocks_over_memcpy", ratio, "to committed and visible")
 
 
 def measure_stream(setup: Setup, results: Results, folder: Path) -> None:
     config = ClientConfig(transport="stream", deadline_ms=30_000)
     with Client(setup.target, config=config) as client:
         space = client.space(MIB_BLOCKS)
-        value, note = paired_ratio(
-            partial(fetch, setup, space, 64), partial(setup.memcpy, 64), ROUNDS
-        )
-    results.add("fetch_stream_64_blocks_over_memcpy", value, "ratio", ROUNDS, note)
+        ratio = compare(partial(fetch, setup, space, 64), partial(setup.memcpy, 64), ROUNDS)
+    results.add_ratio("fetch_stream_64_blocks_over_memcpy", ratio)
     with BareGrpc(folder) as bare:
-        value, note = paired_ratio(
+        ratio = compare(
             lambda n: timed(lambda: bare.into(setup.out[:64])),
             partial(setup.memcpy, 64),
             ROUNDS,
         )
-    note = f"gRPC alone, from a server that does nothing else; {note}"
-    results.add("bare_grpc_stream_64_blocks_over_memcpy", value, "ratio", ROUNDS, note)
+    about = "gRPC alone, from a server that does nothing else"
+    results.add_ratio("bare_grpc_stream_64_blocks_over_memcpy", ratio, about)
 
 
 def measure_redis(setup: Setup, results: Results, folder: Path) -> None:
@@ -131,8 +127,8 @@ def measure_redis(setup: Setup, results: Results, folder: Path) -> None:
             return timed(run)
 
         version = redis.version
-        value, note = paired_ratio(mget, partial(fetch, setup, setup.space, 64), ROUNDS)
-    results.add(name, value, "ratio", ROUNDS, f"{version}; times faster; {note}")
+        ratio = compare(mget, partial(fetch, setup, setup.space, 64), ROUNDS)
+    results.add_ratio(name, ratio, f"{version}; times faster")
 
 
 def measure_lookup(target: str, results: Results) -> None:

@@ -99,14 +99,6 @@ def compare(subject: Timed, baseline: Timed, rounds: int, warmup: int = 3) -> Ra
     return Ratio(middle, note, len(ratios))
 
 
-def paired_ratio(
-    subject: Timed, baseline: Timed, rounds: int, warmup: int = 3
-) -> tuple[float, str]:
-    """Value and note of `compare`."""
-    ratio = compare(subject, baseline, rounds, warmup)
-    return ratio.value, ratio.note
-
-
 def ms(seconds: Sequence[float]) -> float:
     """Median in milliseconds."""
     return statistics.median(seconds) * 1e3
