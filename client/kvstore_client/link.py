@@ -92,10 +92,8 @@ class Link:
         with self._changed:
             self._check_breaker()
             session = self._session
-            if session is not None and not (session.renew and not session.views):
-                return session
             if session is not None:
-                self._lose(session)
+                return session
             attempt = self._attempts
             self._wanted = True
             self._wake()

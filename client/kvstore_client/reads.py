@@ -358,14 +358,8 @@ def _view(
         wait_ms=min(wait_ms, left_ms),
         request_id=request_id,
     )
-    try:
-        step = Rpc(session, "Acquire", request, pb.AcquireReply)
-        reply: pb.AcquireReply = yield from granted(context, step)
-    except CallFailed as failure:
-        if failure.outage:
-            # It may have been granted, and nothing but the session's end would end it.
-            session.renew = True
-        raise
+    step = Rpc(session, "Acquire", request, pb.AcquireReply)
+    reply: pb.AcquireReply = yield from granted(context, step)
     if not reply.lease_id:
         check_open(reply.reason)
         return ViewLease(session, 0, _absence(reply))

@@ -52,8 +52,6 @@ class Session:
     memory: Memory | None = None
     stream: AttachStream | None = None
     detail: str = ""
-    views: set[int] = field(default_factory=set)
-    renew: bool = False
     nonces: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Names for calls that grant a lease: see `steps.granted`."""
     spaces: dict[bytes, Any] = field(default_factory=dict)

@@ -34,8 +34,6 @@ class Views:
         self._release = release
         self._lease = lease
         self._valid_at_end: bool | None = None
-        if lease is not None:
-            lease.session.views.add(lease.lease_id)
 
     @property
     def valid(self) -> bool:
@@ -55,7 +53,6 @@ class Views:
         self.arrays = []
         lease, self._lease = self._lease, None
         if lease is not None and lease.lease_id and self._release is not None:
-            lease.session.views.discard(lease.lease_id)
             self._release(lease.session, lease.lease_id, None)
 
     def __del__(self) -> None:

@@ -176,11 +176,12 @@ def test_the_stretches_of_a_long_prompt_are_said_to_be_one(make: MakeClient, pat
     store.close()
 
 
-@pytest.mark.parametrize("method", ["Reserve", "Acquire"])
+@pytest.mark.parametrize("call", ["push", "fetch", "view"])
 def test_what_an_unheard_answer_granted_is_given_back(
-    make: MakeClient, store: FakeStore, method: str
+    make: MakeClient, store: FakeStore, call: str
 ) -> None:
     clock = FakeClock()
+    method = "Reserve" if call == "push" else "Acquire"
     lost = 0
 
     def answer(name: str, request: Any) -> Any:
@@ -197,8 +198,11 @@ def test_what_an_unheard_answer_granted_is_given_back(
     with clients("threads") as others:
         others(transport=store.transport).space(MODEL).push(tokens(4), rows(4, BLOCK_BYTES))
     for number in range(3):
-        if method == "Acquire":
+        if call == "fetch":
             assert space.fetch(space.keys(tokens(4))).blocks == 0
+        elif call == "view":
+            with space.view(space.keys(tokens(4))) as views:
+                assert (views.blocks, views.reason) == (0, Reason.DEADLINE_EXCEEDED)
         else:
             new = tokens(2, seed=10 + number)
             assert space.push(new, rows(2, BLOCK_BYTES)).reason is Reason.DEADLINE_EXCEEDED
@@ -206,6 +210,7 @@ def test_what_an_unheard_answer_granted_is_given_back(
     assert space.fetch(space.keys(tokens(4))).blocks == 4
     clock.advance(1.0)
     assert store.wait(lambda s: not s.leases and not s._reservations)
+    assert store.requests["Attach"] == 2, "the session goes on"
 
 
 @pytest.mark.parametrize("path", PATHS)
