@@ -28,7 +28,7 @@ from tests.field.content import assert_right, rows_of
 from tests.field.rules import SLACK, Punctual, metrics, rounds, total
 from tests.rawclient import CALL_S, RawAdmin, RawClient
 from tests.torture.disk_watch import disk_bytes, state_of
-from tests.torture.full_disk import MakeFileSystem, ext4, missing_file_system, tmpfs
+from tests.torture.full_disk import MakeFileSystem, ext4, missing_file_system, tmpfs, xfs
 
 pytestmark = pytest.mark.process
 
@@ -483,7 +483,7 @@ def _works(start: Start, path: Path, tmp_path: Path, said: str = "") -> None:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("make", [tmpfs, ext4])
+@pytest.mark.parametrize("make", [tmpfs, ext4, xfs])
 def test_p30_a_file_system_is_used_as_it_is(
     tmp_path: Path, daemons: Start, make: MakeFileSystem
 ) -> None:

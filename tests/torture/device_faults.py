@@ -58,7 +58,10 @@ CAPACITY = 96 << 20
 FAULT_S = 1.2
 DEADLINE_S = 0.5
 """Of a call during the fault."""
+MEMORY_S = 5.0
+"""Of one that only memory is asked for."""
 PAUSE_S = 0.02
+TURNS_MIN = 15
 HOLD_S = 30.0
 KEPT_SHARE = 0.95
 _ENDS = (Away, DaemonDied, Refused, AssertionError, OSError, subprocess.TimeoutExpired)
@@ -91,6 +94,15 @@ class Kind:
     puts: int = 0
     fallocate: bool = True
     direct: bool = True
+
+    @property
+    def hangs(self) -> bool:
+        return any(fault.delay_s for fault in self.faults)
+
+    @property
+    def sure(self) -> bool:
+        """Whether it strikes all calls that it concerns."""
+        return all(fault.chance >= 1 for fault in self.faults)
 
     @property
     def of_segments(self) -> bool:
@@ -349,7 +361,7 @@ class _Trial:
             self._failed(f"{len(self._damaged)} damaged records, counted {self._counted}")
         self.outcome.counts["records damaged at rest"] += len(self._damaged)
         self._client.close()
-        if self._kind.faults and self._kind.faults[0].delay_s:
+        if self._kind.hangs:
             self._stop_while_it_hangs()
         elif (code := self._daemon.stop()) != 0:
             self._failed(f"the daemon ended with {code}")
@@ -397,7 +409,9 @@ class _Trial:
         )
         counts["rounds that took over 5 s to recover"] += took_s > RECOVERY_S
         if self._kind.faults and not struck:
-            self._failed("the fault never struck")
+            counts["rounds in which the fault never struck"] += 1
+            if self._kind.sure:
+                self._failed("the fault never struck")
         if took_s > RECOVERY_S_MAX:
             self._failed(f"not recovered after {took_s:.0f} s: {state_of(self._daemon)}")
 
@@ -413,7 +427,7 @@ class _Trial:
                 if key.partition("{")[0] == name
             )
 
-        if kind.moves and not kind.damage and not any(moved(name) for name in kind.moves):
+        if kind.moves and kind.sure and not kind.damage and not any(map(moved, kind.moves)):
             self._failed(f"none of {', '.join(kind.moves)} went up")
         if kind.goes_on and (moved("kvstore_disk_corrupt_dropped_total") or moved(*READ_ERRORS)):
             self._failed("blocks were dropped")
@@ -452,7 +466,8 @@ class _Trial:
         client.deadline_s = client.raw.call_s = DEADLINE_S
         end = time.monotonic() + (kind.seconds if kind.faults or kind.damage else 0.3)
         turn = 0
-        while time.monotonic() < end or turn < kind.puts:
+        turns = kind.puts or (0 if kind.hangs else TURNS_MIN)
+        while time.monotonic() < end or turn < turns:
             # Not all the time: what is put during all rounds fits into the tier.
             time.sleep(PAUSE_S)
             try:
@@ -478,10 +493,19 @@ class _Trial:
             self._failed(f"a durable put answered {put.reason.name}")
         if put.visible < PROMPT_BLOCKS and put.reason is not Reason.DEADLINE_EXCEEDED:
             self._failed(f"a put stored {put.visible} blocks: {put.reason.name}")
-        elif (there := client.get(prompt)) < PROMPT_BLOCKS:
+        elif (there := self._from_memory(prompt)) < PROMPT_BLOCKS:
             self._failed(f"memory gave {there} of {PROMPT_BLOCKS} blocks that were just put")
         older = client.get(self._rng.choice(self._prompts))
         self.outcome.counts["blocks read under a fault"] += older
+
+    def _from_memory(self, prompt: Prompt) -> int:
+        """Waits for no device, so that it has time on a machine that has other work."""
+        client = self._client
+        client.deadline_s = client.raw.call_s = MEMORY_S
+        try:
+            return client.get(prompt)
+        finally:
+            client.deadline_s = client.raw.call_s = DEADLINE_S
 
     def _died(self) -> None:
         """Only what damages LMDB's own file under it may end a daemon."""
