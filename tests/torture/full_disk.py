@@ -170,6 +170,9 @@ class FullDisk:
                 if more.skipped:
                     why.append(more.skipped)
                 job.progress(done, total, outcome)
+                if job.enough(outcome):
+                    lanes.shutdown(wait=True, cancel_futures=True)
+                    break
         outcome.skipped = "; ".join(why)
         return outcome
 
