@@ -116,9 +116,9 @@ class PowerLoss:
     def _real_life(self, job: Job, outcome: Outcome, images: int, place: Path, shim: Path) -> None:
         chance = random.Random(job.rng.getrandbits(32))
         capacity_bytes = chance.choice(CAPACITIES)
-        life, told = place / "life", place / "history"
+        life, history = place / "life", place / "history"
         life.mkdir()
-        argv = [sys.executable, "-m", "tests.torture.recorded_life", str(life), str(told)]
+        argv = [sys.executable, "-m", "tests.torture.recorded_life", str(life), str(history)]
         argv += [str(chance.getrandbits(32)), str(STEPS), str(capacity_bytes)]
         environ = {**os.environ, mutants.VARIABLE: job.mutant}
         try:
@@ -127,7 +127,7 @@ class PowerLoss:
             why = " ".join(error.stderr.decode().split()[-60:])
             outcome.failed.append(f"the life that is recorded: {why}")
             return
-        events = disk_life.load(told)
+        events = disk_life.load(history)
         outcome.counts["entries of real logs"] += len(entries)
         names = dict.fromkeys(name for event in events for name in event.names)
         standings, replay = Standings(events), writelog.Replay()
@@ -186,8 +186,8 @@ def _open_image(
         ended = forked.call(work)
     if ended.result is None:
         return Found(failed=[f"the tier's process: {ended.why}"])
-    told = ended.result
-    return Found(told["wrong"], told["failed"], Counter(told["counts"]))
+    fields = ended.result
+    return Found(fields["wrong"], fields["failed"], Counter(fields["counts"]))
 
 
 def _examine_real(
