@@ -241,6 +241,9 @@ class _Worker:
         self._seen = dict.fromkeys(EVICTIONS, 0.0)
         try:
             with Client(daemon, self._oracle) as client:
+                # What had no answer may have closed a model that this worker still has.
+                if self._raising is not None:
+                    self._raise(client, self._raising)
                 while self._step(client, rng, fuse, draining):
                     pass
         except Away as away:
@@ -276,7 +279,7 @@ class _Worker:
                 return False
             if done.reason is Reason.OK and done.visible:
                 fuse.acknowledged()
-            elif self._roomy and done.reason not in (Reason.OK, *BUSY):
+            elif self._roomy and self._raising is None and done.reason not in (Reason.OK, *BUSY):
                 self._oracle.failed(f"{kind}: {done.reason.name}")
         elif kind == "abandon":
             client.abandon(prompt)
@@ -307,10 +310,8 @@ class _Worker:
             self._oracle.failed(f"{seen['evictions disk']:g} blocks made room where there was room")
 
     def _raise(self, client: Client, number: int) -> bool:
-        """Raises a model's epoch, and goes on with the model of that epoch. What was not
-        acknowledged is tried again first.
-        """
-        number = self._raising = number if self._raising is None else self._raising
+        """Raises a model's epoch, and goes on with the model of that epoch."""
+        self._raising = number
         old = self._models[number]
         if not client.raise_epoch([old], old.identity.weight_epoch + 1):
             return False
