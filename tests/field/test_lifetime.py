@@ -143,7 +143,12 @@ def test_p14_careless_clients_keep_no_capacity(
 ) -> None:
     seed = 20_240_314
     print(f"seed {seed}")
-    daemon = daemons(disk__path=str(tmp_path / "disk"), disk__capacity_bytes="64MiB")
+    daemon = daemons(
+        host__capacity_bytes="8MiB",
+        host__staging_bytes="1MiB",
+        disk__path=str(tmp_path / "disk"),
+        disk__capacity_bytes="64MiB",
+    )
     with (
         Client(daemon.data_socket, config=CONFIG) as client,
         RawAdmin(daemon.admin_socket) as admin,
@@ -152,7 +157,7 @@ def test_p14_careless_clients_keep_no_capacity(
         assert push(Punctual(one.space), MODEL, one.prompt.keys, durable=True) == 48
         one.exit_the_process()
         ways = (one.drop_the_object, one.vanish, one.time_out, one.time_out, one.cancel, one.abort)
-        for _ in range(rounds(120, 10_000)):
+        for _ in range(rounds(80, 10_000)):
             one.rng.choice(ways)()
         print(dict(one.outcomes))
         assert one.outcomes["cancelled"] > 0
@@ -161,7 +166,7 @@ def test_p14_careless_clients_keep_no_capacity(
         started = time.monotonic()
         until("no lease is left", lambda: leases(admin) == 0)
         record(record_property, "leases_gone_after", time.monotonic() - started)
-        fill_up(client, 14 << 20, seed=140_000)
+        fill_up(client, 7 << 20, seed=140_000)
         assert admin.stats().tiers[0].evictions > 0
         # And what only the disk has by now is brought back.
         assert set(one.space.lookup(one.prompt.keys).tiers) == {1}
@@ -187,7 +192,7 @@ def test_p15_what_is_planned_and_never_run_leaves_no_hole(daemons: Start) -> Non
         client.put(space, prompts[0].keys[:8], prompts[0].rows()[:8])
         client.staging_map()
         before = room(daemon)
-        for turn in range(rounds(300, 10_000)):
+        for turn in range(rounds(160, 10_000)):
             prompt = prompts[turn % 8]
             leased = client.acquire(space, prompt.keys)
             assert leased.blocks == (8 if turn % 8 == 0 else 0)
@@ -281,7 +286,7 @@ def test_p16_one_of_commit_abort_deadline_and_disconnection_wins(daemons: Start)
     daemon = daemons(host__capacity_bytes="24MiB")
     race = Race(daemon, 16)
     print("seed 16")
-    count = rounds(150, 5_000)
+    count = rounds(120, 5_000)
     with (
         RawClient(daemon.data_socket, group=b"race") as owner,
         RawClient(daemon.data_socket, group=b"race") as peer,
@@ -358,7 +363,7 @@ def test_p18_equal_ids_of_many_clients_do_not_mix(daemons: Start) -> None:
 
 def test_p19_many_leases_of_the_dead_delay_nobody(daemons: Start, record_property: Note) -> None:
     daemon = daemons()
-    deaths, count = rounds(3, 100), rounds(1_500, 5_000)
+    deaths, count = rounds(3, 100), rounds(800, 5_000)
     slow: list[float] = []
     stop = threading.Event()
 
