@@ -32,7 +32,14 @@ from tests.e2e.stage import Prompt, altered, model
 from tests.torture import failpoints, mutants
 from tests.torture.base import Job, Outcome
 from tests.torture.daemons import MODULE
-from tests.torture.killed_folder import ROOMY, TIGHT, KilledFolder, count_starts, last_lines
+from tests.torture.killed_folder import (
+    GIVEN_UP_S,
+    ROOMY,
+    TIGHT,
+    KilledFolder,
+    count_starts,
+    last_lines,
+)
 from tests.torture.oracle import Away, Client, until_loaded
 
 CALLS_MAX = 3
@@ -46,9 +53,6 @@ SYSCALLS = (
 STRACE = ("strace", "-f", "-qq")
 ACTS_MAX = 4
 """Rounds of the script within which a thread has to make its n-th call."""
-START_S_MAX = 20.0
-TRACED_FACTOR = 3
-"""A traced process stops twice at each of its system calls."""
 ATTEMPTS = 2
 """Which thread takes what, and how long a drain lasts, is chance: two starts may get to a point."""
 CAPACITY_BYTES_MIN = 4 << 20
@@ -317,7 +321,7 @@ class _Scripted:
         daemon.module = MODULE
         daemon.argv_prefix = prefix
         try:
-            daemon.start(START_S_MAX * (TRACED_FACTOR if prefix else 1))
+            daemon.start(GIVEN_UP_S)
             self._check()
             for _ in range(acts):
                 self._act()

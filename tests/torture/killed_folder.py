@@ -28,6 +28,7 @@ from tests.torture.oracle import (
 
 START_S_MAX = 10.0
 """From the start of the process until the disk tier has loaded its index; its bound is a second."""
+GIVEN_UP_S = 60.0
 LOAD_MAX = 4.0
 """Processes that want each core; with more no time says anything of a daemon."""
 MIB = 1 << 20
@@ -83,8 +84,8 @@ class KilledFolder:
         """Until its index is loaded; a start that fails, or takes too long, is a failure."""
         began = time.monotonic()
         try:
-            self.daemon.start()
-            until_loaded(self.daemon, self.oracle)
+            self.daemon.start(GIVEN_UP_S)
+            until_loaded(self.daemon, self.oracle, GIVEN_UP_S)
         except (DaemonDied, AssertionError, Away) as error:
             self.oracle.failed(f"the start failed: {last_lines(str(error))}")
             return False
