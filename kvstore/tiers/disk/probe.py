@@ -4,15 +4,18 @@ LMDB follows page numbers and offsets that it finds in its file; a flipped one c
 (SIGBUS, SIGSEGV, an assertion), now or many commits later. So a daemon does not open an index
 before a child has examined all of it: first the file's own order, without LMDB; then with it every
 page of every tree and the list of free pages by a compacting copy to nowhere, every node by a
-cursor. What the child survived its parent survives, since both read the same pages.
+cursor. What the child survived its parent survives, since both read the same pages. A device that
+fails is told from damage: before anything is mapped all of the file is read.
 
-    python -m kvstore.tiers.disk.probe FOLDER     exits 0, or 1 with the reason as its last line
+    python -m kvstore.tiers.disk.probe FOLDER     exits 0, or 1 with the reason as its last line, or
+                                                  2 with the number of the device's error
 
 `examine` is for the index alone.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -33,6 +36,8 @@ _TABLES_MAX = 16
 _META_PAGES = 2
 _PAGE_BYTES_MIN = 4_096
 _UNUSABLE = 1
+_UNREADABLE = 2
+_PIECE_BYTES = 1 << 20
 _DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 
@@ -40,7 +45,8 @@ def examine(folder: str) -> str:
     """Why the index in `folder` cannot be used, in a word; empty if it can.
 
     Takes about 0.1 s and 1.5 s a million rows. Empty as well if no child could be started or it was
-    killed from outside, which is logged: that is no verdict over the file.
+    killed from outside, which is logged: that is no verdict over the file. OSError if the device
+    cannot read it.
     """
     if reason := short(folder):
         return reason
@@ -56,6 +62,8 @@ def examine(folder: str) -> str:
     words = said.decode("ascii", "replace").split()
     if code == _UNUSABLE and words:
         return words[-1]
+    if code == _UNREADABLE and words:
+        raise OSError(int(words[-1]), os.strerror(int(words[-1])), os.path.join(folder, DATA_FILE))
     log.warning("the index in %s is opened unexamined: exit code %d", folder, code)
     return ""
 
@@ -88,7 +96,14 @@ def truncated(env: lmdb.Environment, folder: str) -> bool:
     return os.stat(os.path.join(folder, DATA_FILE)).st_size < needed
 
 
+def _read(folder: str) -> None:
+    with Path(folder, DATA_FILE).open("rb", buffering=0) as file:
+        while file.read(_PIECE_BYTES):
+            pass
+
+
 def _examine(folder: str) -> str:
+    _read(folder)
     # Mapped: an index of millions of rows need not be in memory. What ends it, ends the child.
     with (
         Path(folder, DATA_FILE).open("rb") as file,
@@ -115,12 +130,21 @@ def _walk(folder: str) -> str:
     return ""
 
 
+def _unreadable(number: int) -> int:
+    sys.stdout.write(str(number))
+    return _UNREADABLE
+
+
 def main(folder: str) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         reason = _examine(folder)
     except lmdb.Error as error:
+        if str(error).endswith(os.strerror(errno.EIO)):
+            return _unreadable(errno.EIO)
         reason = f"damaged-{type(error).__name__}"
+    except OSError as error:
+        return _unreadable(error.errno or errno.EIO)
     sys.stdout.write(reason)
     return _UNUSABLE if reason else 0
 
