@@ -27,6 +27,7 @@ class Ahead:
         self.books = books
         self.moves = moves
         self._looked: dict[Pool, tuple[int, int]] = {}
+        self._ending = False
 
     def save_coldest(self, now_ns: int) -> int:
         """Where room is scarce, saves what policies would evict next, in so far as they would have
@@ -67,6 +68,9 @@ class Ahead:
         were begun.
         """
         begun = self.books.moving
+        if not self._ending:
+            self._ending = True
+            self._judge_anew()
         for arena, archive in self._arenas():
             unsaved = (
                 slot
@@ -80,6 +84,15 @@ class Ahead:
                     break
                 self.moves.save(slot, archive)
         return self.books.moving - begun
+
+    def _judge_anew(self) -> None:
+        """An archive may have room by now for what it has aged out once; what it ages out from here
+        on is not saved again.
+        """
+        for arena, _ in self._arenas():
+            for region in arena.regions.values():
+                for slot in region.slots:
+                    slot.aged_ns = -1
 
     def _arenas(self) -> Iterator[tuple[Arena, int]]:
         for arena in self.books.pools:

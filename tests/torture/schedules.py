@@ -37,6 +37,8 @@ from tests.torture.oracle import Away, Oracle, check_quiet, until_loaded
 
 ROUNDS = 20
 TRAFFIC_S = 1.2
+START_S = 60.0
+"""How fast a start is, is not the question here."""
 JOIN_S = 20.0
 """A client's thread that has not ended so long after it was told to hangs."""
 REQUEST_S_MAX = 10.0
@@ -111,7 +113,7 @@ class _Round:
         return daemon
 
     def run(self) -> None:
-        self.daemon.start()
+        self.daemon.start(START_S)
         try:
             until_loaded(self.daemon, self.oracle)
             with jitter.jittery_clients(self.seed, LATE * self.lease_ms / 1e3):

@@ -23,6 +23,8 @@ from tests.torture.oracle import Client, Oracle, check_durable, check_quiet, unt
 MIB = 1 << 20
 DISK_BYTES = (64 * MIB, 96 * MIB, 200 * MIB)
 HOST = ("4MiB", "8MiB")
+START_S = 60.0
+"""How fast a start is, is not the question here."""
 PROMPTS, BLOCKS = 3, 10
 
 prompts = st.integers(0, 2 * PROMPTS - 1)
@@ -163,7 +165,12 @@ class Process(RuleBasedStateMachine):
         self._start()
 
     def _start(self) -> None:
-        self.daemon.start()
+        try:
+            self.daemon.start(START_S)
+        except AssertionError as error:
+            # A replay may not show it: it is noted where it is seen.
+            self.oracle.failed(f"the start failed: {error}")
+            raise
         until_loaded(self.daemon, self.oracle)
         self.outcome.counts["process: durable found"] += check_durable(self.fresh, self.prompts)
         for fingerprint in self.stale[-2:]:

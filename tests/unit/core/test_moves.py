@@ -156,11 +156,43 @@ def test_what_an_archive_ages_out_is_not_saved_ahead_for_ever() -> None:
     bench.run()
     assert len(saved(bench)) == begun
     bench.use(bench.writer, bench.id, second)
-    bench.use(bench.writer, bench.id, keys(2, "prompt 6"))
-    assert bench.core.save_ahead(True, bench.now_ns) >= 2, "what was used since is worth it"
-    bench.settle_all()
-    assert saved(bench).count(second[1]) == 2
+    bench.use(bench.writer, bench.id, keys(2, "prompt 2"))
+    for _ in range(5):
+        bench.put(bench.writer, bench.id, keys(2, "new"))
+        bench.pass_time(SECOND)
+        bench.core.save_ahead(False, bench.now_ns)
+        bench.run()
     assert saved(bench).count(first[1]) == 1
+
+
+def test_at_the_end_what_was_aged_out_is_saved_once_more_and_not_for_ever() -> None:
+    bench = Ahead()
+    bench.fill()
+    first = keys(2, "prompt 0")
+    while bench.core.save_ahead(False, bench.now_ns):
+        bench.run()
+    bench.core.archive_dropped(bench.disk, bench.id, first)
+    for _ in range(8):
+        bench.core.save_ahead(True, bench.now_ns)
+        bench.settle_all()
+        bench.core.archive_dropped(bench.disk, bench.id, first)
+    assert [saved(bench).count(key) for key in first] == [2, 2]
+
+
+def test_what_was_used_since_it_was_aged_out_is_saved_ahead_again() -> None:
+    bench = Ahead()
+    bench.fill()
+    first = keys(2, "prompt 0")
+    while bench.core.save_ahead(False, bench.now_ns):
+        bench.run()
+    bench.core.archive_dropped(bench.disk, bench.id, first)
+    bench.use(bench.writer, bench.id, first)
+    for index in range(1, 7):  # and then all others were
+        bench.use(bench.writer, bench.id, keys(2, f"prompt {index}"))
+    bench.pass_time(SECOND)
+    bench.core.save_ahead(False, bench.now_ns)
+    bench.settle_all()
+    assert [saved(bench).count(key) for key in first] == [2, 2]
 
 
 def test_what_could_not_be_saved_in_time_is_dropped_and_counted() -> None:

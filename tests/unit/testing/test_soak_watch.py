@@ -1,0 +1,47 @@
+"""What the soak takes for climbing, and what for noise."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.soak.watch import BOUNDS, Sample, climbs
+
+FLAT = Sample(0.0, 80.0, 140, 29, 100.0, 260.0, 0.8)
+
+
+def samples(seconds: int, **per_min: float) -> list[Sample]:
+    """A warm-up that climbs, then so much a minute, with noise."""
+    rng = random.Random(1)
+    made = []
+    for half in range(2 * seconds):
+        at_s = half / 2
+        warm = min(at_s / (seconds / 4), 1.0)
+        values = {
+            name: getattr(FLAT, name) * warm + rng.uniform(-0.2, 0.2) + slope * at_s / 60
+            for name, slope in {**dict.fromkeys(FLAT._fields[1:], 0.0), **per_min}.items()
+        }
+        made.append(FLAT._replace(at_s=at_s, **values))
+    return made
+
+
+@pytest.mark.parametrize("seconds", [20, 60, 600])
+def test_a_warm_up_and_noise_are_no_climb(seconds: int) -> None:
+    assert list(climbs(samples(seconds))) == []
+
+
+@pytest.mark.parametrize("bound", BOUNDS, ids=lambda bound: bound.name)
+def test_each_thing_that_climbs_is_named(bound: object) -> None:
+    name = bound.name  # type: ignore[attr-defined]
+    (said,) = climbs(samples(60, **{name: 40.0}))
+    assert said.startswith(name)
+
+
+def test_a_slow_climb_is_seen_in_a_long_soak() -> None:
+    assert list(climbs(samples(60, rss_mb=7.0))) == []
+    assert list(climbs(samples(600, rss_mb=7.0)))
+
+
+def test_too_few_samples_say_nothing() -> None:
+    assert list(climbs([FLAT])) == []
