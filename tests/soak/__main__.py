@@ -2,8 +2,8 @@
 exits 0 if no byte was wrong and the daemon's memory, descriptors, threads and files stayed flat.
 
 Four client processes put, get, verify, are killed with -9 and come back, on a daemon that is 100 %
-full; with --disk it has a disk tier below, that is full too. The first third is warm-up; after it
-nothing may climb that the daemon takes.
+full; with --disk it has a disk tier below, that is full too. The first third is warm-up, or more if
+it is not full by then; after it nothing may climb that the daemon takes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.daemon import Daemon
 from tests.rawclient import RawAdmin
 from tests.soak.fleet import Fleet
-from tests.soak.watch import BOUNDS, WARM_UP_SHARE, Sample, climbs, sample, trend
+from tests.soak.watch import BOUNDS, Sample, climbs, sample, trend
 
 CAPACITY = "192MiB"
 DISK_CAPACITY = "256MiB"
@@ -21,7 +21,11 @@ DISK_HOST_CAPACITY = "96MiB"
 KILL_EVERY_S = 1.5
 SAMPLE_EVERY_S = 0.5
 FULL_SHARE = 0.9
-"""Of the capacity, in use at the end: what is less was not full."""
+"""Of the capacity, in use: what is less is not full."""
+WARM_UP_SHARE = 1 / 3
+"""Of the time, at least; it goes on until all tiers are full, and nobody is killed in it."""
+WARM_UP_MAX = 5
+"""Times of the whole: what is not full by then will not be."""
 
 
 @dataclass
@@ -33,10 +37,16 @@ class Soak:
     failed: list[str] = field(default_factory=list)
     kills: int = 0
     samples: list[Sample] = field(default_factory=list)
+    warm_at: int = 0
+
+    @property
+    def warm(self) -> list[Sample]:
+        """Samples from the end of the warm-up on."""
+        return self.samples[self.warm_at :]
 
     def trends(self) -> Iterator[str]:
         """In words, for a person."""
-        rows = self.samples[int(len(self.samples) * WARM_UP_SHARE) :]
+        rows = self.warm
         for bound in BOUNDS:
             slope, growth = trend(rows, bound.name)
             last = getattr(rows[-1], bound.name) if rows else 0
@@ -54,17 +64,18 @@ def soak(
     """Soaks a daemon that was started, and stops it. said: called now and then."""
     seen = Soak()
     fleet = Fleet(f"unix:{daemon.data_socket}", rng, traffic, seen.counts, seen.wrong, seen.failed)
+    watch = _Watch(daemon, fleet, seen, said)
     try:
         fleet.start()
-        _watch(daemon, fleet, seconds, seen, said)
-        seen.failed += _not_full(daemon)
+        watch.warm_up(seconds * WARM_UP_SHARE, seconds * WARM_UP_MAX)
+        watch.go_on(seconds * (1 - WARM_UP_SHARE))
     finally:
         fleet.stop()
         code = daemon.stop()
     seen.kills = fleet.kills
     if not seen.counts["blocks verified"]:
         seen.failed.append("nothing was verified")
-    seen.failed += climbs(seen.samples)
+    seen.failed += climbs(seen.warm)
     if code:
         seen.failed.append(f"the daemon ended with {code}")
     if "Traceback" in daemon.log():
@@ -72,30 +83,51 @@ def soak(
     return seen
 
 
-def _watch(
-    daemon: Daemon,
-    fleet: Fleet,
-    seconds: float,
-    seen: Soak,
-    said: Callable[[Soak, Sample], None],
-) -> None:
-    path = daemon.settings.get("disk.path")
-    disk = Path(path) if path else None
-    started = killed = time.monotonic()
-    while (now := time.monotonic()) - started < seconds:
-        if now - killed > KILL_EVERY_S:
-            killed = now
-            fleet.kill_one()
-            seen.kills = fleet.kills
-        fleet.check_alive()
-        seen.samples.append(sample(daemon.pid, disk, now - started))
-        if len(seen.samples) % 10 == 0:
-            said(seen, seen.samples[-1])
+class _Watch:
+    """Looks at a daemon and its clients while they work."""
+
+    def __init__(
+        self, daemon: Daemon, fleet: Fleet, seen: Soak, said: Callable[[Soak, Sample], None]
+    ) -> None:
+        self._daemon = daemon
+        self._fleet = fleet
+        self._seen = seen
+        self._said = said
+        path = daemon.settings.get("disk.path")
+        self._disk = Path(path) if path else None
+        self._started = self._killed = time.monotonic()
+
+    def warm_up(self, seconds: float, most_s: float) -> None:
+        """Until all tiers are full, and every code path has taken its memory."""
+        while (now_s := self._look()) < seconds or (found := _not_full(self._daemon)):
+            if now_s > most_s:
+                self._seen.failed += found
+                break
+        self._seen.warm_at = len(self._seen.samples)
+
+    def go_on(self, seconds: float) -> None:
+        """With clients that are killed."""
+        until_s = time.monotonic() - self._started + seconds
+        while self._look() < until_s:
+            if time.monotonic() - self._killed > KILL_EVERY_S:
+                self._killed = time.monotonic()
+                self._fleet.kill_one()
+                self._seen.kills = self._fleet.kills
+
+    def _look(self) -> float:
+        """Takes a sample; the time of it, since the start."""
         time.sleep(SAMPLE_EVERY_S)
+        self._fleet.check_alive()
+        now_s = time.monotonic() - self._started
+        samples = self._seen.samples
+        samples.append(sample(self._daemon.pid, self._disk, now_s))
+        if len(samples) % 10 == 0:
+            self._said(self._seen, samples[-1])
+        return now_s
 
 
 def _not_full(daemon: Daemon) -> list[str]:
-    """Tiers that were not filled: then nothing was shown."""
+    """Tiers that are not full yet."""
     with RawAdmin(daemon.admin_socket) as admin:
         tiers = admin.stats().tiers
     return [

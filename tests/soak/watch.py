@@ -10,9 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-WARM_UP_SHARE = 1 / 3
-"""Of the samples: until then all pools fill, and every code path takes its memory."""
-
 
 class Sample(NamedTuple):
     """at_s: since the start. rss_mb: RssAnon and RssFile, which are the daemon's own. memfd_mb:
@@ -67,9 +64,8 @@ def sample(pid: int, disk: Path | None, at_s: float) -> Sample:
     )
 
 
-def climbs(samples: Sequence[Sample], bounds: Sequence[Bound] = BOUNDS) -> Iterator[str]:
-    """What of it climbs after the warm-up."""
-    rows = samples[int(len(samples) * WARM_UP_SHARE) :]
+def climbs(rows: Sequence[Sample], bounds: Sequence[Bound] = BOUNDS) -> Iterator[str]:
+    """What of it climbs, in samples from the end of the warm-up on."""
     for bound in bounds:
         slope, growth = trend(rows, bound.name)
         if slope > bound.per_min and growth > bound.slack:

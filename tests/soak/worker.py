@@ -51,7 +51,7 @@ class Traffic:
         self._made += 1
         kind = self._kind
         if kind == "mixed":
-            kind = ("zipf", "uniform", "scan")[self._made // self._prompts % 3]
+            kind = ("scan", "zipf", "uniform")[self._made // self._prompts % 3]
         if kind == "zipf":
             return min(self._prompts - 1, int(self._rng.zipf(1.3)) - 1)
         if kind == "uniform":
