@@ -16,7 +16,7 @@ from tests.daemon import Daemon
 from tests.e2e.stage import Child, Prompt, model
 from tests.rawclient import RawAdmin, RawClient, Refused
 from tests.torture.base import Job, Outcome
-from tests.torture.watching import check_rows, percentile, until
+from tests.torture.watching import START_S, check_rows, percentile, until
 
 FROZEN = 2
 """Of each kind."""
@@ -126,7 +126,7 @@ def _die_and_return(
         check_rows(outcome, prompt, np.asarray(before.data)[: before.blocks], "before the death")
         daemon.kill()
         _right_or_none(client, kept, prompt, outcome, "of a daemon that died")
-        daemon.start()
+        daemon.start(START_S)
         for call in (
             lambda: client.release(1),
             lambda: client.lookup(1, prompt.keys),

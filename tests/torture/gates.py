@@ -12,19 +12,20 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import numpy as np
 
 from kvstore_client import Client, ClientConfig
 from tests.daemon import Daemon, DaemonDied
 from tests.e2e.stage import Prompt, model
-from tests.rawclient import RawAdmin, RawClient
+from tests.rawclient import RawAdmin, RawClient, Refused
 from tests.tidy import source, test_code
 from tests.torture import tenants
 from tests.torture.audit import audit
 from tests.torture.base import Job, Outcome
 from tests.torture.daemons import daemon_of
 from tests.torture.pickles import pickles
-from tests.torture.watching import check_alive, check_quiet, http, until
+from tests.torture.watching import START_S, check_alive, check_quiet, http, until
 
 STRANGER = 12_345
 BANNED_NAMES = frozenset({"__reduce__", "__reduce_ex__", "__setstate__", "find_class", "Unpickler"})
@@ -52,7 +53,11 @@ class Gates:
         )
         for number, part in enumerate(parts):
             began = time.monotonic()
-            part(job, outcome)
+            try:
+                part(job, outcome)
+            except (Refused, OSError, AssertionError, grpc.RpcError) as error:
+                text = f"{part.__name__}: {type(error).__name__}: {error}"
+                outcome.failed.append(text[:1_000])
             outcome.counts[f"{part.__name__}_s"] = round(time.monotonic() - began)
             job.progress(number + 1, len(parts), outcome)
             if job.enough(outcome):
@@ -111,7 +116,7 @@ def modes(job: Job, outcome: Outcome) -> None:
             tenants__wide__socket="wide/data.sock",
             tenants__wide__mode="0660",
         )
-        with daemon.start():
+        with daemon.start(START_S):
             prompt = Prompt(model(), 1, blocks=8)
             with RawClient(daemon.data_sockets["default"]) as client:
                 space = client.open(model()).space_id
@@ -207,7 +212,7 @@ def refused_folders(job: Job, outcome: Outcome) -> None:
         daemon.settings |= values
         outcome.trials += 1
         try:
-            daemon.start()
+            daemon.start(START_S)
             outcome.failed.append(f"{setting}: {kind} was taken")
             daemon.kill()
         except DaemonDied as died:
@@ -265,7 +270,7 @@ def strangers(job: Job, outcome: Outcome) -> None:
         tenants__b__socket="b.sock",
     )
     secrets: list[bytes] = []
-    with daemon.start():
+    with daemon.start(START_S):
         seed = job.rng.randrange(1 << 20)
         secrets += tenants.matrix(daemon, seed, outcome)
         check_quiet(daemon, outcome, "the tenants' matrix")

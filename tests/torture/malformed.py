@@ -26,6 +26,7 @@ from tests.torture.bad_messages import BadMessages
 from tests.torture.base import Job, Outcome
 from tests.torture.daemons import daemon_of
 from tests.torture.watching import (
+    START_S,
     Footprint,
     GoodClient,
     check_alive,
@@ -81,7 +82,7 @@ class Malformed:
     def run(self, job: Job) -> Outcome:
         outcome = Outcome()
         daemon = daemon_of(job, job.folder, host__capacity_bytes=CAPACITY, trace__ring_records=256)
-        with daemon.start():
+        with daemon.start(START_S):
             good = GoodClient(daemon, outcome, seed=job.rng.randrange(1 << 20))
             with good, SlowPeers(daemon, outcome):
                 _connections(job, daemon, outcome)

@@ -28,7 +28,7 @@ from tests.rawclient import CALL_S, RawAdmin, RawClient, Refused, refused_as
 from tests.torture import watched
 from tests.torture.base import Job, Outcome
 from tests.torture.daemons import daemon_of
-from tests.torture.watching import check_alive, http, until
+from tests.torture.watching import START_S, check_alive, http, until
 
 MODEL = model(name="pickled")
 BLOCKS = 16
@@ -78,13 +78,13 @@ def pickles(job: Job, outcome: Outcome) -> None:
     )
     daemon.module = "tests.torture.watched"
     daemon.environ |= {watched.PROGRAM: "kvstored", watched.FILE: str(folder / "watch.daemon")}
-    with daemon.start():
+    with daemon.start(START_S):
         keys = _fed(daemon, charge, outcome)
         daemon.restart()
         _read(daemon, charge, keys, outcome, "after a restart")
         daemon.kill()
         planted = _plant(folder / "disk", charge, job.rng)
-        daemon.start()
+        daemon.start(START_S)
         if not until(lambda: "kvstore_disk_loading 0.0" in http(daemon, "/metrics")[1], 20.0):
             outcome.failed.append("the daemon does not load a folder with pickles in it")
         _read(daemon, charge, keys, outcome, "after pickles in the folder", lossy=True)

@@ -33,6 +33,8 @@ PUT_EVERY = 4
 """Turns of the well-behaved client."""
 HTTP_S = 10.0
 SETTLE_S = 15.0
+START_S = 60.0
+"""For a daemon on a machine that is busy with other stages."""
 
 
 class GoodClient:
