@@ -498,7 +498,9 @@ class _Trial:
             self.outcome.counts["durable under a fault"] += PROMPT_BLOCKS
         elif durable and self._kind.goes_on:
             self._failed(f"a durable put answered {put.reason.name}")
-        if put.visible < PROMPT_BLOCKS and put.reason is not Reason.DEADLINE_EXCEEDED:
+        if put.visible < PROMPT_BLOCKS and put.reason is Reason.DEADLINE_EXCEEDED:
+            self.outcome.counts["puts without an answer in time"] += 1
+        elif put.visible < PROMPT_BLOCKS:
             self._failed(f"a put stored {put.visible} blocks: {put.reason.name}")
         elif (there := self._from_memory(prompt)) < PROMPT_BLOCKS:
             self._failed(f"memory gave {there} of {PROMPT_BLOCKS} blocks that were just put")

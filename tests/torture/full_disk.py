@@ -297,7 +297,9 @@ class _Life:
     def _traffic(self, durable: bool) -> None:
         prompt = self.fresh()
         put = self.client.put(prompt, durable=durable)
-        if put.visible < PROMPT_BLOCKS and put.reason is not Reason.DEADLINE_EXCEEDED:
+        if put.visible < PROMPT_BLOCKS and put.reason is Reason.DEADLINE_EXCEEDED:
+            self.count("puts without an answer in time", 1)
+        elif put.visible < PROMPT_BLOCKS:
             self.oracle.failed(f"a put stored {put.visible} blocks: {put.reason.name}")
         elif (there := self._from_memory(prompt)) < PROMPT_BLOCKS:
             self.oracle.failed(f"memory gave {there} of {PROMPT_BLOCKS} blocks just put")
