@@ -284,11 +284,12 @@ class _Worker:
         elif kind == "abandon":
             client.abandon(prompt)
         elif kind == "invalidate":
+            client.put(prompt)
             first = rng.randrange(BLOCKS)
             last = rng.randint(first + 1, BLOCKS)
             if client.invalidate(prompt.fingerprint, prompt.keys[first:last]):
                 fuse.acknowledged()
-            client.lookup(prompt)
+            client.lookup(prompt)  # there may be a hole now
         elif kind == "invalidate space":
             if client.invalidate(prompt.fingerprint):
                 fuse.acknowledged()
