@@ -14,7 +14,7 @@ import pytest
 from kvstore.ledger import LmdbLedger
 from kvstore.testing.files import Keep
 from kvstore.tiers.disk.opening import DiskFolder
-from tests.torture import disk_life, writelog
+from tests.torture import disk_history, disk_life, writelog
 from tests.torture.disk_life import Found, room
 from tests.torture.power_loss import Standings
 from tests.torture.writelog import Entry, Op, Replay
@@ -36,7 +36,7 @@ def test_what_was_acknowledged_survives_a_cut_of_all_that_was_not_synced(tmp_pat
     for entry in entries:
         replay.step(entry)
     replay.write_image(str(image), random.Random(0), Keep.NONE)
-    events = disk_life.load(told)
+    events = disk_history.load(told)
     standing = Standings(events).at(entries[-1].number)
     assert standing.required, "blocks were acknowledged"
     ledger = LmdbLedger(str(image / "ledger"))

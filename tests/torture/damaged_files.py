@@ -27,7 +27,8 @@ from kvstore.tiers.disk.verify import verify
 from tests.torture import forked
 from tests.torture.base import Job, Outcome
 from tests.torture.damages import CAPACITY_BYTES, Damage, Rest, damages, make_folder, write_files
-from tests.torture.disk_life import Found, Name, content, find, length_of, start, tag, use
+from tests.torture.disk_history import Name
+from tests.torture.disk_life import Found, content, find, length_of, start, tag, use
 from tests.torture.power_loss import fast_folder, told
 
 FILES = 2_100

@@ -25,7 +25,8 @@ from kvstore.tiers.disk.format import HEADER_BYTES, Row, Segment, pack_segment_k
 from kvstore.tiers.disk.index import LmdbIndex
 from kvstore.tiers.disk.opening import DiskFolder
 from kvstore.tiers.disk.rows import IndexRow, pack_place, pack_row, seal
-from tests.torture.disk_life import Name, content, length_of, pass_time, room, start
+from tests.torture.disk_history import Name
+from tests.torture.disk_life import content, length_of, pass_time, room, start
 
 CAPACITY_BYTES = room(48, 16)
 PAGE = 4_096

@@ -30,9 +30,10 @@ from kvstore.tiers.disk.dictindex import CommitFault
 from kvstore.tiers.disk.opening import DiskFolder
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.verify import verify
-from tests.torture import disk_life, forked, mutants, writelog
+from tests.torture import disk_history, disk_life, forked, mutants, writelog
 from tests.torture.base import Job, Outcome
-from tests.torture.disk_life import Event, Found, History, Life, Name, Standing, room
+from tests.torture.disk_history import Event, History, Name, Standing
+from tests.torture.disk_life import Found, Life, room
 
 MEMORY_IMAGES, REAL_IMAGES = 2_000, 1_000
 IMAGES_A_LIFE = 250
@@ -127,7 +128,7 @@ class PowerLoss:
             why = " ".join(error.stderr.decode().split()[-60:])
             outcome.failed.append(f"the life that is recorded: {why}")
             return
-        events = disk_life.load(history)
+        events = disk_history.load(history)
         outcome.counts["entries of real logs"] += len(entries)
         names = dict.fromkeys(name for event in events for name in event.names)
         standings, replay = Standings(events), writelog.Replay()

@@ -18,7 +18,8 @@ from pathlib import Path
 from kvstore.ledger import LmdbLedger
 from kvstore.tiers.disk.opening import DiskFolder
 from tests.torture import mutants
-from tests.torture.disk_life import History, Life
+from tests.torture.disk_history import History
+from tests.torture.disk_life import Life
 
 DATA = "disk/index/data.mdb"
 
