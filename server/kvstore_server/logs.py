@@ -32,6 +32,15 @@ def configure(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.getLogger("grpc._cython.cygrpc").addFilter(callers_may_leave)
+
+
+def callers_may_leave(record: logging.LogRecord) -> bool:
+    """False for what gRPC says, with a traceback, whenever a caller has given up by the time that
+    its answer is sent: that is counted, and is no error.
+    """
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__name__ != "ExecuteBatchError"
 
 
 def event(log: logging.Logger, level: int, message: str, **fields: Any) -> None:

@@ -65,6 +65,8 @@ class Careless:
         self.rows = np.stack(self.prompt.rows())
         self.space = client.space(MODEL)
         self.fresh = 1_000_000
+        self.usual_ms = 0.0
+        """What a push takes here and now, so that deadlines fall into all of it."""
         self.outcomes: Counter[str] = Counter()
 
     def some(self) -> list[Any]:
@@ -92,7 +94,10 @@ class Careless:
         self.outcomes["vanished"] += 1
 
     def time_out(self) -> None:
-        deadline_ms = self.rng.choice((1, 2, 3))
+        started = time.monotonic()
+        assert self.space.push(self.new().keys, self.rows[:8]).stored == 8
+        self.usual_ms = 1e3 * (time.monotonic() - started)
+        deadline_ms = self.rng.randint(1, max(3, int(1.2 * self.usual_ms)))
         calls: tuple[Callable[[], Any], ...] = (
             lambda: self.space.fetch(self.some(), deadline_ms=deadline_ms),
             lambda: self.space.push(self.new().keys, self.rows[:8], deadline_ms=deadline_ms),

@@ -100,3 +100,20 @@ def test_kinds_are_bounded() -> None:
     for number in range(logs.KINDS_MAX + 100):
         throttled.warning(f"kind {number}", "it happened")
     assert len(stream.getvalue().splitlines()) == logs.KINDS_MAX + 1
+
+
+def test_a_caller_who_has_left_is_no_error() -> None:
+    """gRPC logs it with a traceback; everything else that it says stays."""
+    stream = io.StringIO()
+    logs.configure("info", "json", stream)
+    log = logging.getLogger("grpc._cython.cygrpc")
+    left = type("ExecuteBatchError", (Exception,), {})
+    for error in (left("left"), ValueError("other")):
+        try:
+            raise error
+        except Exception:
+            log.exception("raised by a method")
+    log.error("without one")
+    entries = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [entry["event"] for entry in entries] == ["raised by a method", "without one"]
+    assert "ValueError: other" in entries[0]["exception"]
