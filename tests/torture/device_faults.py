@@ -35,6 +35,7 @@ from tests.torture.daemons import daemon_of
 from tests.torture.disk_watch import (
     RECOVERY_S,
     RECOVERY_S_MAX,
+    START_S,
     Health,
     drops,
     metrics,
@@ -344,7 +345,7 @@ class _Trial:
         self._oracle.failed(f"{text} (seed {self._seed})")
 
     def _lives(self) -> None:
-        self._daemon.start()
+        self._daemon.start(START_S)
         until_loaded(self._daemon, self._oracle)
         self._client = Client(self._daemon, self._oracle)
         for _ in range(PROMPTS):
@@ -530,7 +531,7 @@ class _Trial:
     def _start_again(self) -> None:
         self._oracle.restarted()
         self._counted_by_this = 0
-        self._daemon.start()
+        self._daemon.start(START_S)
         until_loaded(self._daemon, self._oracle)
         self._client = Client(self._daemon, self._oracle)
 

@@ -21,6 +21,8 @@ from tests.torture.oracle import LATE_S, Away, Client, Oracle
 RECOVERY_S = 5.0
 """From the end of a fault until all is well: the bound. Ten times it decides."""
 RECOVERY_S_MAX = 10 * RECOVERY_S
+START_S = 60.0
+"""For a start, on a machine that has other work; stage A times starts."""
 POLL_S = 0.01
 ACT_AFTER = 3
 """Bad answers in a row after which a supervisor restarts a daemon, if nobody says otherwise."""
@@ -175,6 +177,7 @@ def disk_bytes(folder: Path) -> int:
 __all__ = [
     "RECOVERY_S",
     "RECOVERY_S_MAX",
+    "START_S",
     "Away",
     "Health",
     "disk_bytes",

@@ -32,6 +32,7 @@ from tests.torture.daemons import daemon_of
 from tests.torture.disk_watch import (
     RECOVERY_S,
     RECOVERY_S_MAX,
+    START_S,
     Health,
     disk_bytes,
     metrics,
@@ -268,7 +269,7 @@ class _Life:
         return self.daemon
 
     def start(self, disk_path: Path, **more: Any) -> None:
-        self.make(disk_path, **more).start()
+        self.make(disk_path, **more).start(START_S)
         self.attach()
 
     def attach(self) -> None:
@@ -404,7 +405,7 @@ class _Filling:
         life.count("evictions", metrics(life.daemon)['kvstore_tier_evictions_total{tier="disk"}'])
         life.daemon.kill()
         life.oracle.restarted()
-        life.daemon.start()
+        life.daemon.start(START_S)
         life.attach()
         last = life.prompts[-200:]
         gone = sum(len(missing(life.client, prompt)) for prompt in last)
@@ -508,7 +509,7 @@ def _read_only(life: _Life) -> None:
         return
     with tmpfs(life.folder / "fs") as path:
         _run(["mount", "-o", "remount,ro", str(path)])
-        life.make(path / "disk").start()
+        life.make(path / "disk").start(START_S)
         life.client = Client(life.daemon, life.oracle, deadline_s=DEADLINE_S)
         with Health(life.daemon, life.oracle):
             for _ in range(20):
@@ -573,7 +574,7 @@ def _after_kill(life: _Life) -> None:
     life.client.close()
     life.daemon.kill()
     life.oracle.restarted()
-    life.daemon.start()
+    life.daemon.start(START_S)
     life.attach()
     for prompt in life.prompts:
         run = life.oracle.durable_run(prompt)
