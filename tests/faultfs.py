@@ -20,6 +20,7 @@ import errno
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -102,7 +103,7 @@ class FaultFs:
         process, self._process = self._process, None
         if process is None:
             return
-        subprocess.run(["umount", "-l", str(self.path)], capture_output=True, check=False)
+        unmount(self.path)
         with contextlib.suppress(OSError):
             assert process.stdin is not None
             process.stdin.close()
@@ -119,6 +120,15 @@ class FaultFs:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def unmount(path: Path) -> None:
+    """With what this user may use: only root has the last one."""
+    for command in (["fusermount3", "-u", "-z"], ["fusermount", "-u", "-z"], ["umount", "-l"]):
+        if shutil.which(command[0]):
+            done = subprocess.run([*command, str(path)], capture_output=True, check=False)
+            if done.returncode == 0:
+                return
 
 
 # ---------------------------------------------------------------- the serving process
