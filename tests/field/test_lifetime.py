@@ -240,8 +240,10 @@ class Race:
         try:
             space = writer.open(MODEL).space_id
             ttl_ms = self.rng.choice((1, 2, 3, 1_000))
-            # The staging of those who died comes back by itself: busy is a turn to wait for.
-            reserved = until("it is reserved", lambda: self.reserve(writer, space, prompt, ttl_ms))
+            reserved = until(
+                "it is reserved",
+                lambda: self.reserve((writer, owner, peer), space, prompt, ttl_ms),
+            )
             writer.fill(reserved, prompt.rows())
             contenders: list[Callable[[], Any]] = [
                 lambda: writer.commit(reserved.lease_id),
@@ -270,9 +272,13 @@ class Race:
         self.outcomes["committed" if there else "given up"] += 1
 
     @staticmethod
-    def reserve(writer: RawClient, space: int, prompt: Prompt, ttl_ms: int) -> Any:
-        writer.unmap()
-        reserved = writer.reserve(space, prompt.keys, ttl_ms=ttl_ms)
+    def reserve(clients: tuple[RawClient, ...], space: int, prompt: Prompt, ttl_ms: int) -> Any:
+        """By the first client. Of those that vanished the memory is free once this process, by
+        another connection, says that it has unmapped it.
+        """
+        for client in clients:
+            client.unmap()
+        reserved = clients[0].reserve(space, prompt.keys, ttl_ms=ttl_ms)
         assert reserved.lease_id or reserved.reason == pb.REASON_STAGING_BUSY, reserved
         return reserved if reserved.lease_id else None
 
