@@ -20,10 +20,12 @@ DISK_CAPACITY = "256MiB"
 DISK_HOST_CAPACITY = "96MiB"
 KILL_EVERY_S = 1.5
 SAMPLE_EVERY_S = 0.5
+DEAD_S = 8.0
+"""Until as many dead clients are about as will be: the daemon keeps what is theirs for a while."""
 FULL_SHARE = 0.9
 """Of the capacity, in use: what is less is not full."""
-WARM_UP_SHARE = 1 / 3
-"""Of the time, at least; it goes on until all tiers are full, and nobody is killed in it."""
+FILL_SHARE, WARM_UP_SHARE = 1 / 6, 1 / 3
+"""Of the time. The first part goes on until all tiers are full, and nobody is killed in it."""
 WARM_UP_MAX = 5
 """Times of the whole: what is not full by then will not be."""
 
@@ -67,7 +69,9 @@ def soak(
     watch = _Watch(daemon, fleet, seen, said)
     try:
         fleet.start()
-        watch.warm_up(seconds * WARM_UP_SHARE, seconds * WARM_UP_MAX)
+        watch.fill(seconds * FILL_SHARE, seconds * WARM_UP_MAX)
+        watch.go_on(max(seconds * (WARM_UP_SHARE - FILL_SHARE), DEAD_S))
+        seen.warm_at = len(seen.samples)
         watch.go_on(seconds * (1 - WARM_UP_SHARE))
     finally:
         fleet.stop()
@@ -97,13 +101,12 @@ class _Watch:
         self._disk = Path(path) if path else None
         self._started = self._killed = time.monotonic()
 
-    def warm_up(self, seconds: float, most_s: float) -> None:
-        """Until all tiers are full, and every code path has taken its memory."""
+    def fill(self, seconds: float, most_s: float) -> None:
+        """Until all tiers are full."""
         while (now_s := self._look()) < seconds or (found := _not_full(self._daemon)):
             if now_s > most_s:
                 self._seen.failed += found
                 break
-        self._seen.warm_at = len(self._seen.samples)
 
     def go_on(self, seconds: float) -> None:
         """With clients that are killed."""

@@ -30,8 +30,13 @@ class Stateful:
     def run(self, job: Job) -> Outcome:
         outcome = Outcome()
         logging.disable(logging.CRITICAL)  # faults are what it is about
-        life = type("Life", (Life,), {"counts": outcome.counts})
-        self._play(job, life, job.scale.of(EXAMPLES, at_least=5), STEPS, outcome)
+        examples = job.scale.of(EXAMPLES, at_least=5)
+
+        def played() -> None:
+            job.progress(outcome.counts["examples"], examples, outcome)
+
+        told = {"counts": outcome.counts, "played": (played,)}
+        self._play(job, type("Life", (Life,), told), examples, STEPS, outcome)
         if not job.enough(outcome):
             fields = {"job": job, "outcome": outcome}
             process = type("Process", (Process,), fields)

@@ -13,7 +13,7 @@ import hashlib
 import random
 import sys
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -104,6 +104,8 @@ class Life(RuleBasedStateMachine):
     """See the module's docstring."""
 
     counts: ClassVar[Counter[str]] = Counter()
+    played: ClassVar[Sequence[Callable[[], None]]] = ()
+    """Called after each example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -729,6 +731,8 @@ class Life(RuleBasedStateMachine):
                 self._recover()
         finally:
             self.daemon.close()
+            for listener in self.played:
+                listener()
 
     def _recover(self) -> None:
         """No faults any more, and everybody leaves: nothing is left, and everything works."""

@@ -53,8 +53,9 @@ class Block:
         """Whether a tier that outlives the daemon has to have it."""
         if self.durable is None:
             return False
-        acked, reserved = self.durable
-        return reserved > self.dropped_at and acked > self.lost
+        # What is saved may have to make room for what is saved with it, before that is said.
+        _, reserved = self.durable
+        return reserved > self.dropped_at and reserved > self.lost
 
     def crashed(self, moment: int) -> Block:
         """The history as a crash at `moment` leaves it; a new life begins at moment 0."""
@@ -69,7 +70,7 @@ class Block:
         dropped = max((d.begun for d in self.drops if d.begun <= moment), default=-1)
         if self.durable is not None:
             acked, reserved = self.durable
-            if acked <= moment and reserved > dropped and acked > self.lost:
+            if acked <= moment and reserved > max(dropped, self.lost):
                 after.durable = (0, 0)
         return after
 
