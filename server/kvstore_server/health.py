@@ -29,7 +29,7 @@ from kvstore.model.reasons import Reason, StartError
 log = logging.getLogger(__name__)
 
 LOOP_S_MAX = 1.0
-CONNECTION_S_MAX = 10.0  # for a client to send its request and to take the answer, all in all
+CONNECTION_S_MAX = 5.0  # for a client to send its request and to take the answer, all in all
 CONNECTIONS_MAX = 16
 ACCEPT_RETRY_S = 0.1
 _READY = "ready"

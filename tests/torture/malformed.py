@@ -62,7 +62,7 @@ SLOW = 4
 """Connections of each way in that send a byte now and then."""
 SLOW_EVERY_S = 0.2
 SLOW_S_MAX = 15.0
-"""Handshakes have 5 s, a whole HTTP request 10; nobody may dribble for longer than this."""
+"""Handshakes and whole HTTP requests have 5 s; nobody may dribble for longer than this."""
 HEALTH_EVERY_S = 0.5
 
 SLOW_BYTES = {

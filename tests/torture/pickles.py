@@ -10,7 +10,7 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,9 @@ def pickles(job: Job, outcome: Outcome) -> None:
         if not until(lambda: "kvstore_disk_loading 0.0" in http(daemon, "/metrics")[1], 20.0):
             outcome.failed.append("the daemon does not load a folder with pickles in it")
         _read(daemon, charge, keys, outcome, "after pickles in the folder", lossy=True)
-        _inspect(daemon, folder, keys[0], outcome)
+        commands = [*INSPECTIONS, ("explain", "--space", "1", keys[0].hex())]
+        chosen = job.rng.sample(commands, job.scale.of(len(commands), at_least=2))
+        _inspect(daemon, folder, chosen, outcome)
         check_alive(daemon, outcome, "pickles")
         daemon.stop()
     _verify(folder, outcome)
@@ -244,9 +246,10 @@ def _tool(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _inspect(daemon: Daemon, folder: Path, key: bytes, outcome: Outcome) -> None:
+def _inspect(
+    daemon: Daemon, folder: Path, commands: Sequence[tuple[str, ...]], outcome: Outcome
+) -> None:
     """What an operator would look at."""
-    commands = (*INSPECTIONS, ("explain", "--space", "1", key.hex()))
     with ThreadPoolExecutor(2) as pool:
         arguments = [(*command, "--admin-socket", daemon.admin_socket) for command in commands]
         ended = list(pool.map(lambda command: _tool(folder, *command), arguments))
@@ -267,7 +270,7 @@ def _verify(folder: Path, outcome: Outcome) -> None:
 def _watches(folder: Path, outcome: Outcome) -> None:
     """Each program saw its own pickle and no other."""
     files = sorted(folder.glob("watch.*"))
-    if len(files) < len(INSPECTIONS) + 3:
+    if len(files) < outcome.counts["inspections"] + 2:  # the daemon and `verify` besides
         outcome.failed.append(f"only {[file.name for file in files]} were watched")
     for file in files:
         lines = file.read_text().splitlines()
