@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -125,10 +126,7 @@ class Writer:
         left = list(outgoing)
         error: OSError | None = None
         for _ in range(ROUNDS_MAX):
-            with volume.books:
-                volume.tell_touches()
-                placement = volume.ring.place(tenant, size, len(left))
-            self._take_out(placement)
+            placement = self._take_out(partial(volume.ring.place, tenant, size, len(left)))
             failed = self._make_segments(placement.new_segments)
             with volume.books:
                 slots = [slot for slot in placement.slots if slot.segment in volume.segments]
@@ -146,10 +144,14 @@ class Writer:
         for one in left:
             one.error = error or NoSpace(Reason.NO_SPACE, "no slot is free", "disk.capacity_bytes")
 
-    def _take_out(self, placement: Placement) -> None:
-        """What makes room is known no longer."""
+    def _take_out(self, choose: Callable[[], Placement]) -> Placement:
+        """What is chosen to make room is known no longer, at once: whoever looked it up in between
+        would read a slot that is nobody's.
+        """
         volume = self._volume
         with volume.books:
+            volume.tell_touches()
+            placement = choose()
             rows = [victim.row for victim in placement.victims]
             names = volume.catalog.names(rows)
             last = volume.catalog.entries(rows[-1:])
@@ -163,6 +165,7 @@ class Writer:
             aside_bytes = self._folder.aside_bytes()
             with volume.books:
                 volume.ring.aside_bytes = aside_bytes
+        return placement
 
     def _make_segments(self, segments: Sequence[Segment]) -> OSError | None:
         """Makes the files of new segments. The first error: those after it are not made."""
@@ -406,10 +409,7 @@ class Writer:
         the index names then is known no longer, and after a crash is a segment without a file.
         """
         volume = self._volume
-        with volume.books:
-            volume.tell_touches()
-            placement = volume.ring.reclaim()
-        self._take_out(placement)
+        placement = self._take_out(volume.ring.reclaim)
         if unlink_first:
             self._unlinks += [segment.segment for segment in placement.retired_segments]
             self._unlink()
