@@ -202,6 +202,7 @@ class LmdbLedger:
         self._path = os.path.join(folder, FILE)
         self._map_bytes = _MAP_BYTES
         self._env: lmdb.Environment | None = None
+        self._unsure = True  # a root that was taken back may be on the device still
         self._rows: dict[bytes, bytes] = {}  # as the file has them, or had them
         self._owed = False  # the file has to be given all rows
         self._file: os.stat_result | None = None
@@ -239,6 +240,7 @@ class LmdbLedger:
                     self._open_env().set_mapsize(self._map_bytes)
                 except lmdb.Error as error:
                     # A failed write may leave the environment unusable for good: open a new one.
+                    self._unsure = True
                     self._close_env()
                     raise self._why(error) from error
 
@@ -364,7 +366,11 @@ class LmdbLedger:
             self._env = None
 
     def _write(self, changes: list[tuple[bytes, bytes | None]]) -> None:
-        with self._open_env().begin(write=True) as transaction:
+        env = self._open_env()
+        if self._unsure:
+            env.sync(True)
+            self._unsure = False
+        with env.begin(write=True) as transaction:
             for name, value in changes:
                 if value is None:
                     transaction.delete(name)

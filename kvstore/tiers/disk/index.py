@@ -125,6 +125,9 @@ class LmdbIndex:
         self._env: lmdb.Environment | None = None
         self._tables: dict[bytes, lmdb._Database] = {}
         self._closed = False
+        # A root that a failed commit wrote and LMDB took back may come back after a power cut, with
+        # its pages written over: what the file holds is made certain before it is written again.
+        self._unsure = True
         self._touched_bytes = 0
         self._bad: dict[tuple[bytes, bytes], None] = {}
         self._rows = 0
@@ -333,6 +336,7 @@ class LmdbIndex:
         try:
             self._write(change)
         except lmdb.Error as error:
+            self._unsure = True
             self._close_env()
             if self._why(error).errno != errno.ENOSPC:
                 raise
@@ -349,6 +353,9 @@ class LmdbIndex:
     def _write(self, change: Change) -> None:
         while True:
             env = self._environment()
+            if self._unsure:
+                env.sync(True)
+                self._unsure = False
             try:
                 with env.begin(write=True) as transaction:
                     for table, name in (*self._bad, *change.gone):
@@ -384,6 +391,7 @@ class LmdbIndex:
             raise Unusable(f"damaged-{type(error).__name__}") from error
         except lmdb.Error as error:
             # A failed write may leave the environment unusable for good: the next call opens anew.
+            self._unsure = True
             self._close_env()
             raise self._why(error) from error
 
