@@ -270,7 +270,8 @@ class _Worker:
             wanted = self._oracle.durable_run(prompt) if self._roomy and not draining else 0
             there = client.get(prompt, wanted=wanted)
             counts["blocks read"] += there
-            if there < wanted:
+            # What this worker has reserved, and never committed, is hidden until that ends.
+            if there < wanted and client.missed is not Reason.MISS_IN_PROGRESS:
                 client.note_absent(prompt, there)
         elif kind in ("put", "durable put"):
             done = client.put(prompt, durable=kind == "durable put")

@@ -55,14 +55,16 @@ ACTS_MAX = 4
 """Rounds of the script within which a thread has to make its n-th call."""
 ATTEMPTS = 2
 """Which thread takes what, and how long a drain lasts, is chance: two starts may get to a point."""
-CAPACITY_BYTES_MIN = 4 << 20
+CAPACITY_BYTES_MIN = 3 << 20
 SHRUNK_SHARE = 0.75
 """Of what a folder takes: segments go as soon as it is opened."""
 SHM = Path("/dev/shm")
 
-DAMAGED_FIRST = ("disk.set_aside", "disk.install", "disk.drop_aside")
-"""Places that a daemon gets to only if it finds a folder that it has to set aside."""
-TIGHT_ONLY = (*DAMAGED_FIRST, "disk.unlink")
+DAMAGED_FIRST = ("disk.set_aside", "disk.install", "disk.drop_aside", "disk.create")
+"""Places that a daemon gets to for sure if it has to set a folder aside and begin anew."""
+SHRUNK = "disk.unlink"
+"""That it gets to for sure if a folder was filled and has less room now."""
+TIGHT_ONLY = (*DAMAGED_FIRST, SHRUNK)
 """Places that it gets to only where capacity is short."""
 
 
@@ -257,15 +259,15 @@ class _Scripted:
     def count_calls(self) -> Counter[str]:
         """How often one daemon gets to each place."""
         counts: Counter[str] = Counter()
-        for damaged in (False, True)[: len(self.kept.capacities)]:
-            notes = self.kept.disk_path.with_name(f"calls-{damaged}")
+        places = ("", SHRUNK, DAMAGED_FIRST[0]) if len(self.kept.capacities) > 1 else ("",)
+        for place in places:
+            notes = self.kept.disk_path.with_name(f"calls-{place}")
             asked = [f"{place}.before=note:{notes}" for place in failpoints.PLACES]
             with self.kept.named("dry run"):
-                self._arrange(DAMAGED_FIRST[0] if damaged else "")
+                self._arrange(place)
                 self._run(";".join(asked))
             seen = Counter(notes.read_text().replace(".before", "").split())
             counts |= seen
-        self._arrange("disk.unlink")
         return counts
 
     def count_syscalls(self) -> dict[str, int]:
@@ -305,6 +307,9 @@ class _Scripted:
         self._starts += 1
         capacities = self.kept.capacities
         capacity_bytes = capacities[self._starts % len(capacities)]
+        if place == SHRUNK:
+            self.kept.daemon.settings["disk.capacity_bytes"] = max(capacities)
+            self._run()
         if place in TIGHT_ONLY:
             taken_bytes = tree_bytes(str(self.kept.disk_path))
             share = 1.0 if place in DAMAGED_FIRST else SHRUNK_SHARE
