@@ -109,11 +109,12 @@ class _File:
         in_turn = all(number % 2 == at for at, number in enumerate(numbers))
         if numbers != [0, 0] and not (in_turn and abs(numbers[0] - numbers[1]) == 1):
             raise _Damaged("roots")
-        # Each commit frees pages and says so under its number: by that a number is known as right.
-        later = [meta for meta in metas if meta.transaction > 1]
-        if any(self._freed_last(meta) != meta.transaction for meta in later):
-            raise _Damaged("roots")
         meta = max(metas, key=lambda one: one.transaction)
+        # Each commit frees pages and says so under its number: by that a number is known as right.
+        # Not that of the older root: after a write of a root that failed, LMDB puts the older
+        # number over the newer trees, and goes by the other root.
+        if meta.transaction > 1 and self._freed_last(meta) != meta.transaction:
+            raise _Damaged("roots")
         self._used = bytearray(meta.last_page + 1)
         self._used[:_META_PAGES] = b"\1" * _META_PAGES
         self._walk(_tree(meta.main), self._main_values)
