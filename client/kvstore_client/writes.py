@@ -202,6 +202,7 @@ def _reserve_request(
         request_id=request.request_id,
         parent=request.keys[start - 1] if start else b"",
         chain_start=start,
+        durable=request.durable,
     )
 
 
@@ -220,15 +221,10 @@ def _fill_and_commit(
     committed = False
     try:
         window = _window_of(spec, reply, first, count)
-        staging: Staging = yield MapStaging(session, reply.staging_region_id)
-        try:
-            yield Local(lambda: _fill(context, staging, window, start, request.fill))
-        except UserError:
-            # The caller may well push these blocks again at once: not left to the release.
-            abort = pb.AbortRequest(session=session.secret, lease_id=window.lease_id)
-            with contextlib.suppress(CallFailed):
-                yield Rpc(session, "Abort", abort, pb.AbortReply)
-            raise
+        if window.wanted.size:
+            yield from _fill_window(context, session, request, start, reply, window)
+        elif not request.durable:
+            raise CallFailed(Reason.INTERNAL, "a reservation of nothing")
         commit = pb.CommitRequest(
             session=session.secret,
             lease_id=window.lease_id,
@@ -248,16 +244,37 @@ def _fill_and_commit(
     reason = Reason.from_wire(done.reason)
     if reason is not Reason.OK:
         tally.reason = reason
-    return int(window.wanted[-1]) + 1
+    return int(window.wanted[-1]) + 1 if window.wanted.size else count
+
+
+def _fill_window(
+    context: Context,
+    session: Session,
+    request: PushRequest,
+    start: int,
+    reply: pb.ReserveReply,
+    window: _Window,
+) -> Operation[None]:
+    staging: Staging = yield MapStaging(session, reply.staging_region_id)
+    try:
+        yield Local(lambda: _fill(context, staging, window, start, request.fill))
+    except UserError:
+        # The caller may well push these blocks again at once: not left to the release.
+        abort = pb.AbortRequest(session=session.secret, lease_id=window.lease_id)
+        with contextlib.suppress(CallFailed):
+            yield Rpc(session, "Abort", abort, pb.AbortReply)
+        raise
 
 
 def _window_of(spec: SpaceSpec, reply: pb.ReserveReply, first: int, count: int) -> _Window:
     """Raises CallFailed unless the reservation is one that can be filled."""
     part_bytes = spec.layout.part_bytes
     sizes = len(reply.wanted) % 4 == 0 and len(reply.wanted) * 2 == len(reply.offsets)
-    if not sizes or not reply.wanted or reply.part_bytes != part_bytes:
+    if not sizes or reply.part_bytes != part_bytes:
         raise CallFailed(Reason.INTERNAL, "the reservation contradicts itself")
     wanted = convert.unpack_u32(reply.wanted)
+    if not wanted.size:
+        return _Window(reply.lease_id, wanted, convert.unpack_u64(reply.offsets), part_bytes)
     if wanted[0] < first or wanted[-1] >= count or not (wanted[1:] > wanted[:-1]).all():
         raise CallFailed(Reason.INTERNAL, "the reservation wants blocks that were not offered")
     return _Window(reply.lease_id, wanted, convert.unpack_u64(reply.offsets), part_bytes)

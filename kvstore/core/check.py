@@ -219,7 +219,8 @@ def _check_write_lease(lease: WriteLease) -> None:
     assert alive == lease.waiting, "a write lease waits for the blocks that are not resolved"
     if lease.state is WriteState.EXPIRED:
         assert not alive, "an expired reservation holds no key"
-    assert bool(lease.extents) == (lease.state is not WriteState.COPIED)
+    filling = bool(lease.slots) and lease.state is not WriteState.COPIED
+    assert bool(lease.extents) == filling, "a reservation of nothing has no staging"
     assert (lease.copies > 0) == (lease.state is WriteState.COPYING)
     if lease.state is not WriteState.COPIED:
         assert not lease.visible, "nothing is visible before all of it can be"

@@ -267,16 +267,28 @@ class Core:
         until_ns: int,
         now_ns: int,
         before: Before = HEAD,
+        durable: bool = False,
     ) -> Reserved:
         """A write lease on what is wanted of `chain[first:]`, as many leading blocks as there is
-        room for. `chain` is the prompt from its first block on, but for what is `before` it."""
+        room for. `chain` is the prompt from its first block on, but for what is `before` it.
+        `durable`: as the commit will be; a lease on nothing waits for what is present to be saved.
+        """
         known = self._session(session)
         if known is None:
             return Reserved(0, [], [], 0, 0, 0, Reason.SESSION_UNKNOWN, 0)
         if len(chain) > self.books.limits.keys_per_call_max:
             return Reserved(0, [], [], 0, 0, 0, Reason.TOO_MANY_KEYS, 0)
         return self._writes.reserve(
-            known, space_id, list(chain), max(first, 0), part, attempt, until_ns, before, now_ns
+            known,
+            space_id,
+            list(chain),
+            max(first, 0),
+            part,
+            attempt,
+            until_ns,
+            before,
+            durable,
+            now_ns,
         )
 
     def is_reserved(self, session: int, lease_id: int) -> bool:

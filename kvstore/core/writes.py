@@ -48,9 +48,12 @@ class Writes:
         attempt: int,
         until_ns: int,
         before: Before,
+        durable: bool,
         now_ns: int,
     ) -> Reserved:
-        """Takes as many leading wanted blocks as staging and slots allow."""
+        """Takes as many leading wanted blocks as staging and slots allow. What is present and to be
+        durable is saved from now on: by the commit it might have made room.
+        """
         space = self.books.space(session, space_id)
         if not isinstance(space, Space):
             return _refused(space)
@@ -67,16 +70,20 @@ class Writes:
         found = self._touch_chain(space, chain, now_ns)
         group = self._group(space, session, attempt)
         wanted, present, reserved = _offer(found, first, group, 1 << part_index)
-        if not wanted:
+        unsaved = self._unsaved(found) if durable else []
+        if not wanted and not unsaved:
             return Reserved(0, [], [], 0, present, reserved, Reason.OK, part.length, mark)
         staging = self.turns.staging(session, part.length, now_ns)
         if not isinstance(staging, Staging):
             return Reserved(0, [], [], 0, present, reserved, staging, part.length, mark)
         lease = WriteLease(session, space, group, part_index, chain, staging, until_ns)
         reason = self._take(lease, wanted, found, before, now_ns)
-        if not lease.slots:
+        if wanted and not lease.slots:
             return Reserved(0, [], [], 0, present, reserved, reason, part.length, mark)
         self.books.leases.add(lease)
+        if self._why_not_durable(space) is None:
+            for slot in unsaved:
+                self.moves.save_for(slot, lease)
         taken = wanted[: len(lease.slots)]
         return Reserved(
             lease.id,
@@ -89,6 +96,15 @@ class Writes:
             part.length,
             mark,
         )
+
+    @staticmethod
+    def _unsaved(found: list[Slot | None]) -> list[Slot]:
+        return [slot for slot in found if slot and slot.state is READY and not slot.saved]
+
+    def _why_not_durable(self, space: Space) -> Reason | None:
+        if self.books.archive_below(self.books.ingest.tier) is None:
+            return Reason.NO_DURABLE_TIER
+        return Reason.HELD_FOR_REVIEW if space.state is SpaceState.HELD else None
 
     def _touch_chain(self, space: Space, chain: list[bytes], now_ns: int) -> list[Slot | None]:
         """What there is of a chain. It was just used, and this command will not evict it."""
@@ -184,17 +200,15 @@ class Writes:
         if lease.state is not WriteState.RESERVED:
             lease.callers += 1
             return Committed(lease.told, Reason.OK)
-        if durable:
-            if self.books.archive_below(self.books.ingest.tier) is None:
-                return Committed(False, Reason.NO_DURABLE_TIER)
-            if lease.space.state is SpaceState.HELD:
-                return Committed(False, Reason.HELD_FOR_REVIEW)
+        why = self._why_not_durable(lease.space) if durable else None
+        if why is not None:
+            return Committed(False, why)
         lease.durable = durable
         lease.callers = 1
         lease.state = WriteState.COPYING
         self._emit_copies(lease)
         if not lease.copies:
-            lease.told = True
+            lease.told = not lease.saves
             self._copied(lease, now_ns)
         return Committed(lease.told, Reason.OK)
 

@@ -55,13 +55,13 @@ class Rows:
         if self._queue and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._write())
 
-    def retry(self) -> None:
+    def retry(self, *, at_once: bool = False) -> None:
         """Begins to write what was kept, and to look after a ledger that needs it, if that was not
-        done just now. Called now and then.
+        done just now, or `at_once`. Called now and then.
         """
         if (self._kept or self._ledger.tended) and self._task is None:
             loop = asyncio.get_running_loop()
-            if loop.time() >= self._retry_at_s:
+            if at_once or loop.time() >= self._retry_at_s:
                 self._task = loop.create_task(self._write())
 
     async def durable(self, ticket: int, wait_ns: int) -> bool:

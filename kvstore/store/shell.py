@@ -113,6 +113,8 @@ class Store:
     def drain(self) -> None:
         """No new sessions and reservations from now on; reads and running writes go on."""
         self.drained.set()
+        # What is saved from now on is nobody's without the ledger's rows.
+        self._rows.retry(at_once=True)
         self.core.drain(self.clock.monotonic_ns())
         self._run()
 
@@ -383,11 +385,13 @@ class Store:
         attempt: int,
         ttl_ns: int,
         before: Before = HEAD,
+        durable: bool = False,
     ) -> Reserved:
         """Write lease on what of `chain[first:]` is wanted and has room; refusals are values."""
         now_ns = self.clock.monotonic_ns()
+        until_ns = now_ns + ttl_ns
         reserved = self.core.reserve(
-            session.id, space_id, chain, first, part, attempt, now_ns + ttl_ns, now_ns, before
+            session.id, space_id, chain, first, part, attempt, until_ns, now_ns, before, durable
         )
         self._run()
         return reserved

@@ -69,6 +69,7 @@ class WriteCalls:
             attempt=request.attempt,
             ttl_ns=ttl(request.ttl_ms, self._limits.reserve_ttl_ms) * NS_PER_MS,
             before=before,
+            durable=request.durable,
         )
         self._boundary.stage(call, "plan")
         call.reason = reserved.reason

@@ -191,6 +191,24 @@ def test_a_durable_commit_outlives_kill_9(start: Daemons) -> None:
             assert get(daemon, Prompt(MODEL, earlier, 8)) == 8
 
 
+def test_what_memory_has_is_durable_when_a_durable_push_of_it_returns(start: Daemons) -> None:
+    daemon = start()
+    fingerprint = client_kit.model("small")
+    with Client(daemon.data_socket, config=ClientConfig(deadline_ms=10_000)) as client:
+        space = client.space(fingerprint)
+        prompt, data = client_kit.tokens(6), client_kit.rows(6, space.block_bytes)
+        assert space.push(prompt, data).stored == 6
+        pushed = space.push(prompt, data, durable=True)
+        assert (pushed.present, pushed.stored, pushed.reason) == (6, 0, Reason.OK)
+        daemon.kill()
+        daemon.restart()
+        until_loaded(daemon)
+        out = np.zeros_like(data)
+        fetched = until("it is connected again", lambda: space.fetch(space.keys(prompt), out))
+        assert fetched.blocks == 6
+        assert np.array_equal(out, data)
+
+
 @pytest.mark.parametrize("transport", ["shm", "stream"])
 def test_the_client_sees_and_fetches_what_only_disk_has(
     start: Daemons, transport: Literal["shm", "stream"]

@@ -360,12 +360,12 @@ class Client:
     ) -> None:
         first, patience_s = 0, time.monotonic() + self.deadline_s
         while first < len(chain):
-            reserved = self._reserve(rows, chain, space, first)
+            reserved = self._reserve(rows, chain, space, first, durable)
             result.reason = self._noted(write.fingerprint, reason(reserved.reason))
             result.present = reserved.present
             if reserved.lease_id:
                 wanted = [int(index) for index in convert.unpack_u32(reserved.wanted)]
-                first = wanted[-1] + 1
+                first = wanted[-1] + 1 if wanted else len(chain)
                 names = [chain[index] for index in wanted]
                 # From here on no answer tells nothing.
                 unsent.difference_update(names)
@@ -383,15 +383,22 @@ class Client:
                 with self._calling("waiting for room"):
                     self.raw.the_fd().drain(0.002)
             else:
+                if durable and result.reason is Reason.OK and not reserved.reserved:
+                    self.oracle.made_durable(write, chain)
                 return
 
     def _reserve(
-        self, rows: Sequence[Bytes], chain: Sequence[bytes], space: int, first: int
+        self,
+        rows: Sequence[Bytes],
+        chain: Sequence[bytes],
+        space: int,
+        first: int,
+        durable: bool = False,
     ) -> pb.ReserveReply:
         try:
             with self._calling("Reserve"):
                 self.raw.unmap()
-                reserved = self.raw.reserve(space, chain, first=first)
+                reserved = self.raw.reserve(space, chain, first=first, durable=durable)
                 if reserved.lease_id:
                     self.raw.fill(reserved, rows)
                 return reserved

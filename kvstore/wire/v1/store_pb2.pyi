@@ -1062,6 +1062,7 @@ class ReserveRequest(google.protobuf.message.Message):
     PARENT_FIELD_NUMBER: builtins.int
     CHAIN_START_FIELD_NUMBER: builtins.int
     SINCE_FIELD_NUMBER: builtins.int
+    DURABLE_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     space_id: builtins.int
     chain: builtins.bytes
@@ -1084,6 +1085,8 @@ class ReserveRequest(google.protobuf.message.Message):
     """how many blocks of the prompt come before chain[0]"""
     since: builtins.int
     """`mark` of the prompt's first call: no block that was used since then makes room for this one"""
+    durable: builtins.bool
+    """the commit will be durable: where blocks are present that no durable tier has yet, there is a lease to commit even if nothing is wanted"""
     def __init__(
         self,
         *,
@@ -1099,8 +1102,9 @@ class ReserveRequest(google.protobuf.message.Message):
         parent: builtins.bytes = ...,
         chain_start: builtins.int = ...,
         since: builtins.int = ...,
+        durable: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chain", b"chain", "chain_start", b"chain_start", "first_block", b"first_block", "nonce", b"nonce", "parent", b"parent", "part", b"part", "request_id", b"request_id", "session", b"session", "since", b"since", "space_id", b"space_id", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chain", b"chain", "chain_start", b"chain_start", "durable", b"durable", "first_block", b"first_block", "nonce", b"nonce", "parent", b"parent", "part", b"part", "request_id", b"request_id", "session", b"session", "since", b"since", "space_id", b"space_id", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 Global___ReserveRequest: typing_extensions.TypeAlias = ReserveRequest
 

@@ -62,6 +62,7 @@ class MemorySpace:
         fill: Callable[[int, Any], None],
         *,
         first_block: int,
+        durable: bool,
         request_id: str,
     ) -> Pushed:
         stored = 0

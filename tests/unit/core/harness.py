@@ -223,6 +223,7 @@ class Bench:
         attempt: int | None = None,
         ttl_ns: int = 10 * SECOND,
         before: Before = HEAD,
+        durable: bool = False,
     ) -> Reserved:
         """Reserves; every call is an attempt of its own unless told otherwise."""
         self.now_ns += STEP_NS
@@ -237,6 +238,7 @@ class Bench:
             self.now_ns + ttl_ns,
             self.now_ns,
             before,
+            durable,
         )
 
     def commit(self, session: int, lease_id: int, *, durable: bool = False) -> CommitResult:

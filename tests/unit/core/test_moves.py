@@ -425,6 +425,47 @@ def test_a_durable_commit_tells_when_the_archive_failed() -> None:
     assert (result.visible, result.reason) == (1, Reason.DISK_FULL)
 
 
+def test_what_is_present_and_to_be_durable_is_saved_and_waited_for() -> None:
+    bench = Bench(slots=16, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(3))
+    bench.hold_copies = True
+    assert not bench.reserve(session, space, keys(3)).lease_id
+    reserved = bench.reserve(session, space, keys(3), durable=True)
+    assert reserved.lease_id
+    assert (reserved.wanted, reserved.present) == ([], 3)
+    bench.run()
+    bench.ready.clear()
+    committed = bench.core.commit(session, reserved.lease_id, True, bench.now_ns)
+    assert committed == (False, Reason.OK), "it is waited for"
+    for copy in bench.out("save"):
+        assert bench.ready == []
+        bench.finish(copy)
+    bench.run()
+    assert bench.ready == [reserved.lease_id]
+    assert bench.core.settle_commit(reserved.lease_id, bench.now_ns) == (0, 0, 0, Reason.OK)
+    assert not bench.reserve(session, space, keys(3), durable=True).lease_id, "they are on disk"
+
+
+def test_saves_of_what_is_present_may_end_before_the_commit_or_without_one() -> None:
+    bench = Bench(slots=16, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(2))
+    bench.hold_copies = True
+    committed, aborted = (bench.reserve(session, space, keys(2), durable=True) for _ in range(2))
+    bench.run()
+    bench.core.release(session, [aborted.lease_id], bench.now_ns)
+    for copy in bench.out("save"):
+        bench.finish(copy, Reason.DISK_FULL)
+    bench.run()
+    said = bench.core.commit(session, committed.lease_id, True, bench.now_ns)
+    assert said == (True, Reason.OK), "nothing is left to wait for"
+    result = bench.core.settle_commit(committed.lease_id, bench.now_ns)
+    assert result == (0, 0, 0, Reason.DISK_FULL)
+
+
 def test_a_durable_commit_is_refused_without_an_archive() -> None:
     bench = Bench()
     session = bench.session()
@@ -433,6 +474,9 @@ def test_a_durable_commit_is_refused_without_an_archive() -> None:
     committed = bench.core.commit(session, reserved.lease_id, True, bench.now_ns)
     assert committed == (False, Reason.NO_DURABLE_TIER)
     assert bench.commit(session, reserved.lease_id).visible == 1, "it may still be committed"
+    again = bench.reserve(session, space, keys(1), durable=True)
+    said = bench.core.commit(session, again.lease_id, True, bench.now_ns)
+    assert said == (False, Reason.NO_DURABLE_TIER), "present is not durable"
 
 
 # ---------------------------------------------------------------- two pools
