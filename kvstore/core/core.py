@@ -269,26 +269,18 @@ class Core:
         before: Before = HEAD,
         durable: bool = False,
     ) -> Reserved:
-        """A write lease on what is wanted of `chain[first:]`, as many leading blocks as there is
-        room for. `chain` is the prompt from its first block on, but for what is `before` it.
-        `durable`: as the commit will be; a lease on nothing waits for what is present to be saved.
+        """A write lease on what is wanted of `chain[first:]`, as far as there is room. `chain` is the
+        prompt from its first block on, but for what is `before` it. `durable`: as the commit will
+        be; a lease on nothing waits for what is present to be saved.
         """
         known = self._session(session)
         if known is None:
             return Reserved(0, [], [], 0, 0, 0, Reason.SESSION_UNKNOWN, 0)
         if len(chain) > self.books.limits.keys_per_call_max:
             return Reserved(0, [], [], 0, 0, 0, Reason.TOO_MANY_KEYS, 0)
+        keys = list(chain)
         return self._writes.reserve(
-            known,
-            space_id,
-            list(chain),
-            max(first, 0),
-            part,
-            attempt,
-            until_ns,
-            before,
-            durable,
-            now_ns,
+            known, space_id, keys, first, part, attempt, until_ns, before, durable, now_ns
         )
 
     def is_reserved(self, session: int, lease_id: int) -> bool:
@@ -489,7 +481,7 @@ class Core:
 
     def spaces(self) -> list[SpaceRow]:
         """All spaces that are not closed."""
-        return [_space_row(space) for space in self.books.spaces]
+        return stats.space_rows(self.books)
 
     def stats(self) -> CoreStats:
         """A snapshot of all numbers."""
@@ -498,15 +490,3 @@ class Core:
     def check(self) -> None:
         """Every invariant; AssertionError names the one that does not hold."""
         check.check(self.books)
-
-
-def _space_row(space: Space) -> SpaceRow:
-    return SpaceRow(
-        space.id,
-        space.tenant,
-        space.state.value,
-        space.fingerprint,
-        space.blocks,
-        space.block_bytes,
-        space.review_id,
-    )

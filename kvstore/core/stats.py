@@ -7,7 +7,23 @@ from kvstore.core.books import Books
 from kvstore.core.leases import LeaseKind
 from kvstore.core.states import SlotState, SpaceState
 from kvstore.model.reasons import Reason
-from kvstore.model.values import CoreStats, KeyExplanation, PoolStats, TenantStats
+from kvstore.model.values import CoreStats, KeyExplanation, PoolStats, SpaceRow, TenantStats
+
+
+def space_rows(books: Books) -> list[SpaceRow]:
+    """All spaces that are not closed."""
+    return [
+        SpaceRow(
+            space.id,
+            space.tenant,
+            space.state.value,
+            space.fingerprint,
+            space.blocks,
+            space.block_bytes,
+            space.review_id,
+        )
+        for space in books.spaces
+    ]
 
 
 def snapshot(books: Books, reviews_held: int) -> CoreStats:

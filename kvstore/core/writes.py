@@ -364,7 +364,7 @@ def _offer(
     """Which offered blocks this part is wanted for; how many are present, and being written."""
     wanted: list[int] = []
     present = reserved = 0
-    for index in range(first, len(found)):
+    for index in range(max(first, 0), len(found)):
         slot = found[index]
         if slot is None:
             wanted.append(index)
