@@ -269,9 +269,9 @@ class Core:
         before: Before = HEAD,
         durable: bool = False,
     ) -> Reserved:
-        """A write lease on what is wanted of `chain[first:]`, as far as there is room. `chain` is the
-        prompt from its first block on, but for what is `before` it. `durable`: as the commit will
-        be; a lease on nothing waits for what is present to be saved.
+        """A write lease on what is wanted of `chain[first:]`, as far as there is room. `chain` is
+        the prompt from its first block on, but for what is `before` it. `durable`: as the commit
+        will be; a lease on nothing waits for what is present to be saved.
         """
         known = self._session(session)
         if known is None:
