@@ -442,6 +442,8 @@ def test_p33_a_store_that_errs_is_a_miss(
                     make(server.path, transport=server.transport, config=config), prompt, data
                 )
                 stored = engine.everything(deadline_ms)
+                if method == "Release":  # it goes out by itself, some time
+                    until("it is called", partial(server.was_called, method, before))
                 if method in ("Detach", "Release"):
                     engine.client.close()
                 else:

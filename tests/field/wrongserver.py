@@ -103,6 +103,10 @@ class WrongServer:
         self._server.add_generic_rpc_handlers((_Handlers(self),))
         self._server.add_insecure_port(f"unix:{self.path}")
 
+    def was_called(self, method: str, before: int) -> bool:
+        """Whether it has answered more calls wrongly than `before`."""
+        return self.seen[method] > before
+
     def transport(self) -> GrpcTransport:
         """For `Client(transport=...)`: calls go to this server, memory comes from the store."""
         return _Transport(self.path, self.store.dial)
