@@ -315,7 +315,9 @@ class _Scripted:
             share = 1.0 if place in DAMAGED_FIRST else SHRUNK_SHARE
             capacity_bytes = max(int(taken_bytes * share), CAPACITY_BYTES_MIN)
         if place in DAMAGED_FIRST:
-            (self.kept.disk_path / "index" / "data.mdb").write_bytes(b"nothing of ours" * 4_096)
+            index = self.kept.disk_path / "index"
+            index.mkdir(exist_ok=True)  # the last kill may have come while it was set aside
+            (index / "data.mdb").write_bytes(b"nothing of ours" * 4_096)
             self.kept.oracle.forgotten()
         self.kept.daemon.settings["disk.capacity_bytes"] = capacity_bytes
 
