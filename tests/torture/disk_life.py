@@ -127,7 +127,6 @@ class Life:
         self._restarts = restarts
         self._values: dict[tuple[str, bytes], bytes] = {}
         self._version = 0
-        self._gone: set[Name] = set()  # dropped while the present batch is saved
         self._spaces = list(SPACES[:4])
         self._capacity_bytes = capacity_bytes
         self._start(capacity_bytes)
@@ -138,9 +137,7 @@ class Life:
         self.tier.on_dropped = self._dropped
 
     def _dropped(self, space_id: int, keys: list[bytes]) -> None:
-        names = [(space_id, key) for key in keys]
-        self._gone.update(names)
-        self.history.note("dropped", names)
+        self.history.note("dropped", [(space_id, key) for key in keys])
 
     def run(self, steps: int) -> None:
         """So many steps."""
@@ -170,13 +167,10 @@ class Life:
             data = content((space_id, key), self._version)
             self.history.wrote((space_id, key), self._version, payload_checksum(data))
             blocks.append(SavedBlock(space_id, key, keys[depth - 1] if depth else b"", depth, data))
-        self._gone.clear()
         for saved in self.tier.save_batch(blocks):
             if isinstance(saved, bytes):
                 name, version = self.history.versions[saved]
                 self.history.note("saved", [name], version)
-                if name in self._gone:  # what came later in the batch took its place
-                    self.history.note("dropped", [name])
                 self.counts["saved"] += 1
             else:
                 self.counts["refused"] += 1

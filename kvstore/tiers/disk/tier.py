@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from kvstore.clock import Clock
-from kvstore.model.reasons import KVStoreError, Reason
+from kvstore.model.reasons import KVStoreError, NoSpace, Reason
 from kvstore.tiers.base import ArchiveStats, ArchiveUsage, Bytes, Saved, SavedBlock
 from kvstore.tiers.disk import figures
 from kvstore.tiers.disk.files import FULL_BYTES, Trouble
@@ -144,6 +144,8 @@ class DiskTier:
                     groups.setdefault(group, []).append(Outgoing(block, space))
             for outgoing in groups.values():
                 self._save(writer, outgoing, saved)
+            if groups:
+                self._take_back(volume, blocks, saved)
             return [saved[block.space_id, block.key] for block in blocks]
 
     def forget(self, names: Sequence[tuple[int, bytes]]) -> None:
@@ -190,6 +192,16 @@ class DiskTier:
             else:
                 saved[name] = one.error or refusal
         self.counts["saves_refused"] += len(outgoing) - len(tried)
+
+    def _take_back(
+        self, volume: Volume, blocks: Sequence[SavedBlock], saved: dict[tuple[int, bytes], Saved]
+    ) -> None:
+        """What was there, or was written, may have made room for what came later in its batch."""
+        known = volume.known(blocks)
+        for name in saved.keys() - known.keys():
+            if isinstance(saved[name], bytes):
+                detail = "it made room for others of its batch"
+                saved[name] = NoSpace(Reason.NO_SPACE, detail, "disk.capacity_bytes")
 
     def _write(self, writer: Writer, tried: list[Outgoing], wall_s: float) -> None:
         began_ns = self.clock.monotonic_ns()

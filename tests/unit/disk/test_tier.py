@@ -160,6 +160,23 @@ def test_what_is_read_outlives_what_is_not() -> None:
         assert bench.reads(hot)
 
 
+@pytest.mark.parametrize("length", [BLOCK, 8 * BLOCK])
+def test_what_made_room_for_its_own_batch_is_not_said_to_be_saved(length: int) -> None:
+    """Of one size what was there before goes, of two what was just written for the batch, too."""
+    bench = DiskBench(capacity_bytes=room(24))
+    old = [bench.block(one) for one in keys(20, "old")]
+    assert all(isinstance(one, bytes) for one in bench.tier.save_batch(old))
+    small = [bench.block(one) for one in keys(2, "small")]
+    batch = [*old, *small, *(bench.block(one, length=length) for one in keys(8, "new"))]
+    answers = bench.tier.save_batch(batch)
+    gone = {one for _, one in bench.dropped}
+    assert gone & {block.key for block in batch}
+    said = [b.key for b, one in zip(batch, answers, strict=True) if isinstance(one, bytes)]
+    assert said == bench.find([block.key for block in batch]) == bench.again().find(said)
+    refused = [one for one in answers if isinstance(one, KVStoreError)]
+    assert {one.reason for one in refused} == {Reason.NO_SPACE}
+
+
 # ---------------------------------------------------------------- restarts
 
 
