@@ -57,6 +57,12 @@ class Refused(Exception):
         super().__init__(f"{self.code.name}: {self.text}")
 
 
+class Gone(AssertionError):
+    """A region was closed before it was asked for: whoever is slow loses his lease, and what it was
+    on.
+    """
+
+
 def refused_as(call: Callable[[], Reply]) -> Reply:
     """Runs a call; its status comes out as `Refused`."""
     try:
@@ -321,7 +327,8 @@ class RawClient:
         if mapped is None:
             request = fd_pb2.GetRegion(region_id=region_id)
             reply, fds = self.the_fd().ask(get_region=request)
-            assert reply.WhichOneof("reply") == "region", reply
+            if reply.WhichOneof("reply") != "region":
+                raise Gone(f"region {region_id}: {reply}")
             mapped = self.adopt(reply.region, fds[0])
         return mapped
 
@@ -335,7 +342,8 @@ class RawClient:
         """This session's staging, mapped for writing."""
         if self.staging is None:
             reply, fds = self.the_fd().ask(get_staging=fd_pb2.GetStaging())
-            assert reply.WhichOneof("reply") == "staging", reply
+            if reply.WhichOneof("reply") != "staging":
+                raise Gone(f"staging: {reply}")
             total = reply.staging.total_bytes
             memory = map_region(fds[0], total, writable=True, populate=False)
             info = pb.RegionInfo(region_id=reply.staging.region_id, total_bytes=total)

@@ -28,7 +28,7 @@ from kvstore_client import AsyncClient, Client, ClientConfig
 from tests.bench.models import fingerprint
 from tests.daemon import Daemon
 from tests.e2e.stage import Prompt, model
-from tests.rawclient import RawClient, Refused
+from tests.rawclient import Gone, RawClient, Refused
 from tests.soak.worker import Blocks, Traffic, Worker, prompt_tokens
 from tests.torture import jitter, oracle
 from tests.torture.base import Job, Outcome
@@ -264,13 +264,13 @@ class _Round:
     def _hold(self, raw: RawClient, prompt: Prompt, rng: random.Random) -> None:
         space = raw.open(prompt.fingerprint).space_id
         raw.call_s = 3.0
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(Refused, Gone):
             raw.put(space, prompt.keys, prompt.rows(), patience_s=0.1)
         for view in (False, True):
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(Refused, Gone):
                 raw.copy(raw.acquire(space, prompt.keys, view=view))
         other = Prompt(prompt.fingerprint, rng.randrange(1000), BLOCKS)
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(Refused, Gone):
             reserved = raw.reserve(space, other.keys)
             if reserved.lease_id and rng.random() < 0.7:
                 raw.fill(reserved, other.rows())
