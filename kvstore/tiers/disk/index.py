@@ -53,7 +53,7 @@ from kvstore.tiers.disk.rows import (
     unpack_rows,
     unseal,
 )
-from kvstore.tiers.disk.scratch import Spare, install, scratch_folder
+from kvstore.tiers.disk.scratch import Spare, install, remove_scratch, scratch_folder
 
 __all__ = [
     "FORMAT",
@@ -138,6 +138,7 @@ class LmdbIndex:
                 self._make()
             elif reason := probe.examine(self._folder):
                 raise Unusable(reason)
+            remove_scratch(self._folder)
             with self._guard, self._errors():
                 self._check()
                 self._compact()

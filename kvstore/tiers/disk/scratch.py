@@ -45,13 +45,22 @@ class Spare:
 @contextlib.contextmanager
 def scratch_folder(folder: str) -> Iterator[str]:
     """An empty folder beside the index; what a crash left in it is no data yet."""
-    scratch = folder + ".new"
-    shutil.rmtree(scratch, ignore_errors=True)
+    scratch = _scratch(folder)
+    remove_scratch(folder)
     os.mkdir(scratch, mode=0o700)
     try:
         yield scratch
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove_scratch(folder)
+
+
+def remove_scratch(folder: str) -> None:
+    """Removes what a crash left of a scratch folder: nobody counts it."""
+    shutil.rmtree(_scratch(folder), ignore_errors=True)
+
+
+def _scratch(folder: str) -> str:
+    return folder + ".new"
 
 
 def install(source: str, target: str) -> None:

@@ -249,6 +249,15 @@ def test_what_a_crash_left_of_making_an_index_is_made_anew(folder: Path) -> None
     assert sorted(entry.name for entry in folder.iterdir()) == ["data.mdb", "lock.mdb", "spare"]
 
 
+def test_what_a_crash_left_of_copying_an_index_is_removed_at_the_start(folder: Path) -> None:
+    committed = make(folder)
+    scratch = folder.with_name("index.new")
+    scratch.mkdir()
+    (scratch / probe.DATA_FILE).write_bytes((folder / probe.DATA_FILE).read_bytes())
+    assert read(folder) == (committed, 0)
+    assert not scratch.exists(), "nobody counts its bytes"
+
+
 def test_a_reader_that_died_does_not_keep_pages(folder: Path) -> None:
     make(folder)
     program = (
