@@ -57,9 +57,9 @@ run: $(VENV)/installed
 proto: $(VENV)/installed
 	$(BIN)/python protos/generate.py
 
-# SCALE=0.1 runs a tenth of the trials.
+# SCALE=0.1 runs a tenth of the trials; SEED=7 repeats a run as far as chance was its own.
 torture: $(VENV)/installed
-	$(BIN)/python -m tests.torture $(if $(SCALE),--scale $(SCALE))
+	$(BIN)/python -m tests.torture $(if $(SCALE),--scale $(SCALE)) $(if $(SEED),--seed $(SEED))
 
 torture-mutants: $(VENV)/installed
 	$(BIN)/python -m tests.torture.mutants
