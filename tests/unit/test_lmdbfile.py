@@ -26,17 +26,19 @@ def churn(folder: Path, commits: int, seed: int, *, keys: int = 1_000) -> bytes:
     with lmdb.open(str(folder), max_dbs=2, map_size=1 << 26, sync=False) as env:
         tables = [env.open_db(name) for name in (b"a", b"b")]
         for number in range(commits):
-            with env.begin(write=True) as transaction:
-                for _ in range(chance.choice((3, 40, keys // 5))):
-                    key = chance.randrange(keys).to_bytes(chance.choice((2, 8)), "big")
-                    value = chance.randbytes(chance.choice((8, 150, 150, 3_000, 9_000)))
-                    table = chance.choice(tables)
-                    if chance.random() < 0.4:
-                        transaction.delete(key, db=table)
-                    else:
-                        transaction.put(key, value, db=table)
-                if chance.random() < 0.1:
-                    transaction.abort()
+            transaction = env.begin(write=True)
+            for _ in range(chance.choice((3, 40, keys // 5))):
+                key = chance.randrange(keys).to_bytes(chance.choice((2, 8)), "big")
+                value = chance.randbytes(chance.choice((8, 150, 150, 3_000, 9_000)))
+                table = chance.choice(tables)
+                if chance.random() < 0.4:
+                    transaction.delete(key, db=table)
+                else:
+                    transaction.put(key, value, db=table)
+            if chance.random() < 0.1:
+                transaction.abort()
+            else:
+                transaction.commit()
             assert examine(file.read_bytes()) == "", f"seed {seed}, commit {number}"
     return file.read_bytes()
 
