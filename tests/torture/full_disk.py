@@ -414,9 +414,10 @@ class _Filling:
             life.oracle.failed("nothing is there after kill -9")
 
 
-def _write_errors(daemon: Daemon) -> float:
-    found = metrics(daemon).items()
-    return sum(value for name, value in found if name.startswith("kvstore_disk_write_errors_total"))
+def _write_errors(daemon: Daemon, kind: str = "") -> float:
+    """Of all kinds, or of one."""
+    name = "kvstore_disk_write_errors_total" + (f'{{kind="{kind}"}}' if kind else "")
+    return sum(value for found, value in metrics(daemon).items() if found.startswith(name))
 
 
 class _Watch:
@@ -491,13 +492,15 @@ def _file_size(life: _Life) -> None:
     life.traffic(durable=True)
     _, hard = resource.prlimit(life.daemon.pid, resource.RLIMIT_FSIZE)
     for limit in (MIB, 64 << 10):
-        errors = _write_errors(life.daemon)
+        errors, full = _write_errors(life.daemon), _write_errors(life.daemon, "full")
         resource.prlimit(life.daemon.pid, resource.RLIMIT_FSIZE, (limit, hard))
         with Health(life.daemon, life.oracle):
             for _ in range(40):
                 life.traffic(durable=True)
         if _write_errors(life.daemon) == errors:
             life.oracle.failed(f"no write failed under a limit of {limit} bytes")
+        if limit == MIB and _write_errors(life.daemon, "full") == full:
+            life.oracle.failed("a file that may not grow is not counted as a lack of room")
         resource.prlimit(life.daemon.pid, resource.RLIMIT_FSIZE, (hard, hard))
         life.recover()
 
