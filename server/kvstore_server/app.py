@@ -203,6 +203,9 @@ class App:
             "durable": self._parts.ledger.durable,
         }
         self._announcer.ready(record)
+        # Until the very end: a drain, too, may take longer than the watchdog's patience.
+        feeding = asyncio.ensure_future(self._announcer.manager.feed_watchdog())
+        self._undo.callback(feeding.cancel)
         event(log, logging.INFO, "ready", **record)
 
     # ---------------------------------------------------------------- serve
@@ -236,7 +239,8 @@ class App:
 
     def _hung_up(self) -> None:
         # The default would end the process without a drain, because a terminal was closed.
-        event(log, logging.INFO, "SIGHUP is ignored: settings are read at the start only")
+        with self._announcer.manager.reloading():
+            event(log, logging.INFO, "SIGHUP is ignored: settings are read at the start only")
 
     def _drain(self, grace_s: float) -> None:
         """Drain by the admin service; 0 takes the configured grace."""

@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import socket
 from collections.abc import Mapping
 from typing import Any
 
 from kvstore.model.reasons import Reason, StartError
-
-log = logging.getLogger(__name__)
+from kvstore_server.notify import ServiceManager
 
 FD_VARIABLE = "KVSTORE_READY_FD"
-NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # systemd: sd_notify(3)
 
 
 class Announcer:
-    """What the environment and the command line asked for. Made before anything else is opened."""
+    """What the environment and the command line asked for. Made before anything else is opened.
+
+    `manager` is the service manager's side of it, which wants to hear more than these two.
+    """
 
     def __init__(self, environ: Mapping[str, str], ready_file: str | None) -> None:
         """Raises StartError if what was asked for cannot be written to."""
-        self._notify_address = environ.get(NOTIFY_VARIABLE, "")
+        self.manager = ServiceManager(environ)
         self._file = ready_file
         self._fd: int | None = None
         given = environ.get(FD_VARIABLE, "")
@@ -61,27 +60,14 @@ class Announcer:
                 os.write(self._fd, line)
             os.close(self._fd)
             self._fd = None
-        self._notify("READY=1")
+        self.manager.ready()
 
     def stopping(self) -> None:
         """Says that the daemon drains; the ready file goes."""
-        self._notify("STOPPING=1")
+        self.manager.stopping()
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._file)
-
-    def _notify(self, message: str) -> None:
-        if not self._notify_address:
-            return
-        address = self._notify_address
-        if address.startswith("@"):
-            address = "\0" + address[1:]
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-                sock.connect(address)
-                sock.send(message.encode())
-        except OSError as error:
-            log.warning("%s: cannot notify: %s", NOTIFY_VARIABLE, error.strerror)
 
 
 def _readable(path: str, flags: int) -> int:
