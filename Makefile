@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PRODUCT := kvstore server/kvstore_server client/kvstore_client
 # Settings of `make run`; without the file the built-in defaults hold.
 CONFIG ?= $(wildcard deploy/kvstored.toml)
-TEST_KINDS := unit contract simulation golden integration e2e field tidy
+TEST_KINDS := unit contract simulation golden integration e2e field deploy tidy
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
