@@ -50,6 +50,16 @@ def prepare(
     return real
 
 
+def check_way(path: str) -> None:
+    """Raises Exchangeable if everybody may put another file in the place of `path`, or of what it
+    points to.
+    """
+    for at in (os.path.abspath(path), os.path.realpath(path)):
+        parts = at.split("/")
+        for length in range(1, len(parts)):
+            _check_writers("/".join(parts[:length]) or "/")
+
+
 def sync(folder: str) -> None:
     """Makes the names in a folder durable. Waits for the device."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

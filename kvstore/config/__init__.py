@@ -10,12 +10,11 @@ use is checked where they are used. Callers: the daemon and the operator's tool.
 """
 
 from kvstore.config.load import load, parse_flags, parse_size
+from kvstore.config.network import HTTP_LISTEN, HttpSettings, TcpSettings
 from kvstore.config.settings import (
     DEFAULT_TENANT,
-    HTTP_LISTEN,
     AdminSettings,
     HostSettings,
-    HttpSettings,
     Limits,
     LimitSettings,
     ReviewSettings,
@@ -40,6 +39,7 @@ __all__ = [
     "ServerSettings",
     "Settings",
     "StateSettings",
+    "TcpSettings",
     "TenantSettings",
     "TraceSettings",
     "explain",

@@ -16,13 +16,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 import msgspec
 
-from kvstore.config.settings import (
-    DEFAULT_TENANT,
-    SIZE_UNITS,
-    Settings,
-    TenantSettings,
-    wrong,
-)
+from kvstore.config.knob import wrong
+from kvstore.config.settings import DEFAULT_TENANT, SIZE_UNITS, Settings, TenantSettings
 from kvstore.model.sockets import FD_SUFFIX, LOCK_SUFFIX, bytes_too_long
 
 if sys.version_info >= (3, 11):
@@ -309,13 +304,58 @@ def _check_whole(settings: Settings) -> None:
             raise wrong(name, f"{path} is the socket of {owners[path]} already")
         owners[path] = name
     _ = settings.http.address  # raises if it is none
+    _check_tcp(settings)
+    tokens = [(f"tenants.{name}.token_file", t.token_file) for name, t in settings.tenants.items()]
     for name, path in (
         ("disk.path", settings.disk.path),
         ("state.path", settings.state.path),
         ("trace.file", settings.trace.file),
+        ("tcp.cert_file", settings.tcp.cert_file),
+        ("tcp.key_file", settings.tcp.key_file),
+        ("tcp.client_ca_file", settings.tcp.client_ca_file),
+        *tokens,
     ):
         if path and not os.path.isabs(path):
             raise wrong(name, f"{path!r} is not an absolute path")
+
+
+def _check_tcp(settings: Settings) -> None:
+    """TCP has certificates on both sides, and each tenant that it serves has its own names and
+    tokens.
+    """
+    tcp = settings.tcp
+    if tcp.address is None:
+        return
+    for name, value in (
+        ("cert_file", tcp.cert_file),
+        ("key_file", tcp.key_file),
+        ("client_ca_file", tcp.client_ca_file),
+    ):
+        if not value:
+            raise wrong(f"tcp.{name}", "tcp.listen is set: there is no TCP without TLS")
+    owners: dict[str, str] = {}
+    for tenant, one in settings.tenants.items():
+        if one.token_file and not one.certificate_names:
+            raise wrong(
+                f"tenants.{tenant}.client_names",
+                "there is a token_file: name the certificates that may come with its tokens",
+            )
+        if one.certificate_names and not one.token_file:
+            raise wrong(
+                f"tenants.{tenant}.token_file",
+                "there are client_names: a certificate alone does not let anybody in",
+            )
+        for certificate in one.certificate_names:
+            if owners.setdefault(certificate, tenant) != tenant:
+                raise wrong(
+                    f"tenants.{tenant}.client_names",
+                    f"{certificate!r} is of the tenant {owners[certificate]!r} already: a "
+                    "certificate belongs to one tenant",
+                )
+    if not owners:
+        raise wrong(
+            "tcp.listen", "no tenant has a token_file and client_names: nobody could come in"
+        )
 
 
 def _check_socket(runtime_dir: str, name: str, given: str, path: str) -> None:

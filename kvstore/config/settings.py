@@ -11,32 +11,17 @@ others, as the setting's text says.
 from __future__ import annotations
 
 import os
-import re
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from kvstore.model.reasons import Reason, StartError
+from kvstore.config.knob import knob, wrong
+from kvstore.config.network import HttpSettings, TcpSettings
 
 DEFAULT_TENANT = "default"
 
 _MIB = 1 << 20
 SIZE_UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": _MIB, "KiB": 1 << 10, "B": 1}
-
-
-def knob(
-    what: str,
-    *,
-    when: str,
-    ge: int | None = None,
-    le: int | None = None,
-    pattern: str | None = None,
-) -> msgspec.Meta:
-    """Limits of one setting, what it is, and when one would change it."""
-    extra = {"when": when}
-    if pattern is not None:
-        return msgspec.Meta(pattern=pattern, description=what, extra=extra)
-    return msgspec.Meta(ge=ge, le=le, description=what, extra=extra)
 
 
 _Mode = Annotated[
@@ -117,11 +102,34 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
         ),
     ] = 0
+    token_file: Annotated[
+        str,
+        knob(
+            "File of the tokens that this tenant's clients show over TCP, one a line, as `kvstore "
+            "token` makes them; several while they are exchanged. Readable by the daemon's user "
+            "alone. Empty: not reachable over TCP.",
+            when="tcp.listen is set.",
+        ),
+    ] = ""
+    client_names: Annotated[
+        str,
+        knob(
+            "Names in the certificates of this tenant's clients, separated by commas: of the "
+            "subject alternative names, or the common name where a certificate has none of those. "
+            "Taken literally.",
+            when="tcp.listen is set.",
+        ),
+    ] = ""
 
     @property
     def mode_bits(self) -> int:
         """Permissions as a number."""
         return int(self.mode, 8)
+
+    @property
+    def certificate_names(self) -> tuple[str, ...]:
+        """`client_names` one by one."""
+        return tuple(name.strip() for name in self.client_names.split(",") if name.strip())
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,36 +148,6 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     def mode_bits(self) -> int:
         """Permissions as a number."""
         return int(self.mode, 8)
-
-
-HTTP_LISTEN = "127.0.0.1:9472"
-
-
-class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Metrics and health."""
-
-    listen: Annotated[
-        str,
-        knob(
-            "HOST:PORT of /metrics, /healthz and /readyz. Port 0: any free one, told in the ready "
-            "record; so is the default where another daemon has it. Empty: no HTTP.",
-            when="Prometheus or the kubelet comes from elsewhere, or two daemons share a host.",
-        ),
-    ] = HTTP_LISTEN
-
-    @property
-    def address(self) -> tuple[str, int] | None:
-        """(host, port), or None when HTTP is off. Raises StartError if it is neither."""
-        if not self.listen:
-            return None
-        host, colon, port = self.listen.rpartition(":")
-        bracketed = host.startswith("[") and host.endswith("]")
-        plain = host and ":" not in host and "[" not in host
-        if not colon or not (bracketed or plain) or not re.fullmatch(r"\d{1,5}", port):
-            raise wrong("http.listen", f"{self.listen!r} is not HOST:PORT")
-        if int(port) > 65535:
-            raise wrong("http.listen", f"port {port} is above 65535")
-        return host.strip("[]"), int(port)
 
 
 class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -340,6 +318,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     )
     admin: AdminSettings = AdminSettings()
     http: HttpSettings = HttpSettings()
+    tcp: TcpSettings = TcpSettings()
     host: HostSettings = HostSettings()
     disk: DiskSettings = DiskSettings()
     limits: LimitSettings = LimitSettings()
@@ -426,8 +405,3 @@ def show_size(size_bytes: int) -> str:
         if size_bytes and size_bytes % unit_bytes == 0:
             return f"{size_bytes // unit_bytes}{unit}"
     return f"{size_bytes}B"
-
-
-def wrong(setting: str, detail: str) -> StartError:
-    """The error for a setting that cannot be used as it is."""
-    return StartError(Reason.START_SETTINGS, detail, setting)

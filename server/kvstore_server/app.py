@@ -6,8 +6,8 @@
       shutdown    drain, end what is in flight, give everything back
 
 SIGTERM, SIGINT or the admin service's Drain end the main loop; a second signal ends the drain at
-once. SIGUSR1 writes every thread's stack to stderr. A defect in the store's clock ends the daemon:
-a restart forgets, which is allowed.
+once. SIGHUP has certificates and tokens read again. SIGUSR1 writes every thread's stack to stderr.
+A defect in the store's clock ends the daemon: a restart forgets, which is allowed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from kvstore_server.boundary import Boundary
 from kvstore_server.exposition import Snapshot, StoreCollector
 from kvstore_server.fdsocket import FdSocket
 from kvstore_server.health import HealthApp, HealthServer, OnLoop
-from kvstore_server.listeners import Gates, Listener, stop_all
+from kvstore_server.listeners import Gates, Listener, Serving, stop_all
 from kvstore_server.locks import bind, open_up
 from kvstore_server.logs import event
 from kvstore_server.metrics import Metrics
 from kvstore_server.ready import Announcer
+from kvstore_server.tcp import Tcp
 from kvstore_server.tracefile import TraceFile, TracingRing
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,9 @@ class App:
         self._grace_s = settings.server.drain_grace_s
         self._state = "starting"
         self._metrics = Metrics()
-        self._listeners: list[Listener] = []
+        self._listeners: list[Serving] = []
+        self._tcp: Tcp | None = None
+        self._reloading: asyncio.Task[None] | None = None
         self._http: HealthServer | None = None
         # Ends what was begun, in reverse order, however far the start came.
         self._undo = contextlib.ExitStack()
@@ -105,6 +108,7 @@ class App:
         self._undo.callback(self._fd_socket.close)
         self._ring = self._make_ring()
         self._listen(gates)
+        self._listen_on_tcp()
         http = self._serve_http()
         for listener in self._listeners:
             await listener.start()
@@ -159,6 +163,24 @@ class App:
             )
         )
 
+    def _listen_on_tcp(self) -> None:
+        if self._settings.tcp.address is None:
+            return
+        limits, store = self._parts.limits, self._store
+        servicers = {
+            tenant: servicer.StoreServicer(
+                store,
+                Boundary(store, self._metrics, self._ring, limits),
+                limits,
+                tenant=tenant,
+                fd_socket=False,  # memory is handed to processes of this machine alone
+            )
+            for tenant, one in self._settings.tenants.items()
+            if one.token_file
+        }
+        self._tcp = Tcp(self._settings, limits, self._clock, servicers)
+        self._listeners.append(self._tcp)
+
     def _serve_http(self) -> str:
         address = self._settings.http.address
         if address is None:
@@ -189,6 +211,7 @@ class App:
             dict(self._fd_socket.counts),
             len(self._fd_socket.connections),
             {} if self._http is None else dict(self._http.counts),
+            tcp_events={} if self._tcp is None else self._tcp.counts,
         )
 
     def _announce(self, gates: Gates, http: str) -> None:
@@ -199,6 +222,7 @@ class App:
             "data_sockets": {tenant: gate.path for tenant, gate in gates.data.items()},
             "admin_socket": gates.admin.path,
             "http": http,
+            "tcp": "" if self._tcp is None else self._tcp.address,
             "capacity_bytes": self._parts.capacity_bytes,
             "durable": self._parts.ledger.durable,
         }
@@ -239,8 +263,14 @@ class App:
 
     def _hung_up(self) -> None:
         # The default would end the process without a drain, because a terminal was closed.
+        self._reloading = asyncio.ensure_future(self._reload())
+
+    async def _reload(self) -> None:
         with self._announcer.manager.reloading():
-            event(log, logging.INFO, "SIGHUP is ignored: settings are read at the start only")
+            if self._tcp is None:
+                event(log, logging.INFO, "SIGHUP is ignored: settings are read at the start only")
+            else:
+                await self._tcp.reload()
 
     def _drain(self, grace_s: float) -> None:
         """Drain by the admin service; 0 takes the configured grace."""

@@ -36,6 +36,7 @@ class Snapshot(NamedTuple):
     fd_events: Mapping[str, int]
     fd_connections: int
     http_events: Mapping[str, int] = {}
+    tcp_events: Mapping[str, int] = {}
 
 
 class StoreCollector:
@@ -69,6 +70,11 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _counter("fd_events", "What happened on the fd sockets.", events)
     events = [({"event": name}, n) for name, n in sorted(snapshot.http_events.items())]
     yield _counter("http_connections", "What became of connections over HTTP.", events)
+    if snapshot.tcp_events:
+        events = [({"event": name}, n) for name, n in sorted(snapshot.tcp_events.items())]
+        yield _counter(
+            "tcp_events", "Calls over TCP, and readings of certificates and tokens.", events
+        )
     yield from counted(snapshot.counts)
 
 

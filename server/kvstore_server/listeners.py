@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.parse import quote
 
 import grpc
@@ -174,7 +174,17 @@ class Listener:
         await self._server.stop(grace_s)
 
 
-async def stop_all(listeners: Sequence[Listener], grace_s: float, hurry: asyncio.Event) -> None:
+class Serving(Protocol):
+    """What listens, whatever on."""
+
+    async def start(self) -> None: ...
+
+    async def announce_end(self) -> None: ...
+
+    async def stop(self, grace_s: float) -> None: ...
+
+
+async def stop_all(listeners: Sequence[Serving], grace_s: float, hurry: asyncio.Event) -> None:
     """Stops them together, at once as soon as `hurry` is set."""
     stops = asyncio.gather(*(listener.stop(grace_s) for listener in listeners))
     waiting = asyncio.ensure_future(hurry.wait())

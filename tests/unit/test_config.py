@@ -35,6 +35,10 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "admin.socket": st.sampled_from(["admin.sock", "a/b.sock"]),
     "admin.mode": st.sampled_from(["0600", "660"]),
     "http.listen": st.sampled_from(["", "127.0.0.1:0", "[::1]:9472", "localhost:80"]),
+    "tcp.listen": st.just(""),  # with it the others have to agree: see below
+    "tcp.cert_file": st.sampled_from(["", "/etc/kvstore/tls.crt"]),
+    "tcp.key_file": st.sampled_from(["", "/etc/kvstore/tls.key"]),
+    "tcp.client_ca_file": st.sampled_from(["", "/etc/kvstore/ca.crt"]),
     "host.capacity_bytes": st.integers(0, 1 << 50),
     "host.allow_smaller": st.booleans(),
     "host.staging_bytes": st.integers(0, 1 << 40),
@@ -55,6 +59,8 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "tenants.alice.mode": st.sampled_from(["0600", "0666"]),
     "tenants.alice.group": st.sampled_from(["", "render", "44"]),
     "tenants.alice.quota_bytes": st.integers(0, 1 << 40),
+    "tenants.alice.token_file": st.sampled_from(["", "/etc/kvstore/alice.token"]),
+    "tenants.alice.client_names": st.sampled_from(["", "engine-1.example, spiffe://a/b"]),
 }
 
 
@@ -164,6 +170,9 @@ def test_later_sources_win_and_are_told(tmp_path: Path) -> None:
         ("disk.path", "here"),
         ("disk.endurance_bytes_per_day", "1TB"),
         ("trace.file", "here.jsonl"),
+        ("tcp.listen", "9473"),
+        ("tcp.cert_file", "tls.crt"),
+        ("tenants.a.token_file", "a.token"),
     ],
 )
 def test_a_wrong_value_names_its_setting(name: str, text: str) -> None:
@@ -255,7 +264,7 @@ def test_sizes_by_hand() -> None:
 
 def test_few_knobs_each_with_its_text() -> None:
     table = knobs()
-    assert len(table) < 30, "each tier has a path, a capacity and a budget; nothing else grows"
+    assert len(table) < 36, "each tier has a path, a capacity and a budget; TLS has its files"
     shown = explain()
     for one in table:
         assert one.name in shown
@@ -264,6 +273,47 @@ def test_few_knobs_each_with_its_text() -> None:
         assert one.when.endswith((".", ")."))
     numbers = [f for fields in FIELDS.values() for f in fields.values() if f.kind in (int, float)]
     assert all(math.isfinite(one.default) for one in numbers)
+
+
+_TCP = {
+    "tcp.listen": "0.0.0.0:9473",
+    "tcp.cert_file": "/s/tls.crt",
+    "tcp.key_file": "/s/tls.key",
+    "tcp.client_ca_file": "/s/ca.crt",
+    "tenants.a.token_file": "/s/a.token",
+    "tenants.a.client_names": "engine-a, spiffe://cluster/a",
+}
+
+
+def test_tcp_as_it_should_be() -> None:
+    more = {"tenants.b.token_file": "/s/b", "tenants.b.client_names": "engine-b"}
+    settings = load(environ=CLEAN, flags=_TCP | more | {"tenants.c.mode": "0600"})
+    assert settings.tcp.address == ("0.0.0.0", 9473)
+    assert settings.tenants["a"].certificate_names == ("engine-a", "spiffe://cluster/a")
+    assert settings.tenants["c"].certificate_names == ()
+    assert load(environ=CLEAN).tcp.address is None
+
+
+@pytest.mark.parametrize(
+    ("change", "setting"),
+    [
+        ({"tcp.cert_file": ""}, "tcp.cert_file"),
+        ({"tcp.key_file": ""}, "tcp.key_file"),
+        ({"tcp.client_ca_file": ""}, "tcp.client_ca_file"),
+        ({"tenants.a.token_file": ""}, "tenants.a.token_file"),
+        ({"tenants.a.client_names": " , "}, "tenants.a.client_names"),
+        ({"tenants.a.token_file": "", "tenants.a.client_names": ""}, "tcp.listen"),
+        ({"tenants.b.client_names": "engine-b"}, "tenants.b.token_file"),
+        (
+            {"tenants.b.client_names": "x,engine-a", "tenants.b.token_file": "/s/b"},
+            "tenants.b.client_names",
+        ),
+    ],
+)
+def test_tcp_lacks_nothing(change: dict[str, str], setting: str) -> None:
+    with pytest.raises(StartError) as caught:
+        load(environ=CLEAN, flags=_TCP | change)
+    assert caught.value.setting == setting
 
 
 def test_the_ledger_lies_in_the_disk_tiers_folder_unless_told_otherwise() -> None:
