@@ -63,6 +63,9 @@ _ANSWERS = frozenset(
 )
 
 
+Metadata = tuple[tuple[str, str], ...] | None
+
+
 class CallFailed(Exception):
     """A call got no answer, or a refusal. `outage`: the daemon gave no proper answer at all;
     `absent`: because nobody listens there.
@@ -150,16 +153,17 @@ def socket_path(target: str | os.PathLike[str]) -> str:
 def _no_target(why: str) -> BadRequest:
     return BadRequest(
         Reason.BAD_NAME,
-        f"the target is the path of the daemon's data socket, with or without `unix:`{why}",
+        "the target is the path of the daemon's data socket, with or without `unix:`, or "
+        f"tcp://HOST:PORT{why}",
         "target",
     )
 
 
 class GrpcTransport:
-    """A gRPC channel to a unix socket, and the fd socket beside it."""
+    """A gRPC channel to a unix socket, and the fd socket beside it. `tcp` has another one."""
 
     def __init__(self, target: str, connect_timeout_ms: int = 1_000) -> None:
-        self._path = socket_path(target)
+        self._path = self._checked(target)
         # By its name a pause; it also bounds one attempt to connect.
         self._options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", connect_timeout_ms))
         if not grpc_works_here():
@@ -172,14 +176,23 @@ class GrpcTransport:
         self._channel: grpc.Channel | None = None
         self._unary: dict[str, Any] = {}
 
+    def _checked(self, target: str) -> str:
+        return socket_path(target)
+
+    def _open(self) -> grpc.Channel:
+        return grpc.insecure_channel(f"unix:{self._path}", options=self._options)
+
+    def _metadata(self) -> Metadata:
+        """Of each call."""
+        return None
+
     def _the_channel(self) -> grpc.Channel:
         """Inside the gate."""
         if self._closed:
             raise CallFailed(Reason.UNAVAILABLE, "the connection is closed", outage=True)
         channel = self._channel
         if channel is None:
-            channel = grpc.insecure_channel(f"unix:{self._path}", options=self._options)
-            self._channel = channel
+            channel = self._channel = self._open()
         return channel
 
     def unary(self, method: str, request: bytes, timeout_s: float) -> bytes:
@@ -188,14 +201,18 @@ class GrpcTransport:
             if call is None:
                 call = self._unary[method] = self._the_channel().unary_unary(SERVICE + method)
             # Never call.future(): it runs a thread inside gRPC that a fork would meet.
-            reply: bytes = call(request, timeout=timeout_s, wait_for_ready=False)
+            reply: bytes = call(
+                request, timeout=timeout_s, wait_for_ready=False, metadata=self._metadata()
+            )
             return reply
 
     def attach(self, request: bytes, timeout_s: float | None) -> AttachStream:
         self._knock()
         with GATE.call(), mapped():
             call: Any = self._the_channel().unary_stream(SERVICE + "Attach")
-            return _GrpcAttach(call(request, timeout=timeout_s, wait_for_ready=False))
+            return _GrpcAttach(
+                call(request, timeout=timeout_s, wait_for_ready=False, metadata=self._metadata())
+            )
 
     def _knock(self) -> None:
         """Finds out that nobody listens without gRPC, whose attempts cost threads and a little
@@ -231,7 +248,9 @@ class GrpcTransport:
     def download(self, request: bytes, timeout_s: float) -> Iterator[bytes]:
         with GATE.call(), mapped():
             method: Any = self._the_channel().unary_stream(SERVICE + "Fetch")
-            call = method(request, timeout=timeout_s, wait_for_ready=False)
+            call = method(
+                request, timeout=timeout_s, wait_for_ready=False, metadata=self._metadata()
+            )
             try:
                 yield from call
             finally:
@@ -240,7 +259,9 @@ class GrpcTransport:
     def upload(self, chunks: Iterator[bytes], timeout_s: float) -> bytes:
         with GATE.call(), mapped():
             call: Any = self._the_channel().stream_unary(SERVICE + "Push")
-            reply: bytes = call(chunks, timeout=timeout_s, wait_for_ready=False)
+            reply: bytes = call(
+                chunks, timeout=timeout_s, wait_for_ready=False, metadata=self._metadata()
+            )
             return reply
 
     def dial_memory(self, timeout_s: float) -> socket.socket:

@@ -17,6 +17,8 @@ __all__ = ["ClientConfig", "TransportKind"]
 TransportKind = Literal["auto", "shm", "stream"]
 
 DEADLINE_MS_MAX = 3_600_000
+TLS_FILES = ("tls_ca_file", "tls_cert_file", "tls_key_file", "token_file")
+"""All needed over TCP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,14 @@ class ClientConfig:
         to more if that many requests wait for blocks of another engine at the same time.
     prefill: the model's prefill cost, so that lookups say whether loading is worth it; a lookup may
         bring its own. None: calibrated from `observe_prefill`; without that no gate.
+    tls_ca_file: of a tcp:// target: authorities that sign the daemon's certificate, PEM. Change it:
+        and the next three, for every target over TCP, which has no other way in.
+    tls_cert_file: this client's certificate. Change it: see tls_ca_file; all files are read again
+        when they change.
+    tls_key_file: its private key, without a passphrase. Change it: see tls_ca_file.
+    token_file: this tenant's token, alone or as the last line. Change it: see tls_ca_file.
+    tls_server_name: the name in the daemon's certificate. "": the target's host. Change it: where
+        the daemon is reached by another name than its certificate has.
     """
 
     deadline_ms: int = 2_000
@@ -55,6 +65,11 @@ class ClientConfig:
     copy_threads: int = 2
     async_threads: int = 32
     prefill: PrefillCost | None = None
+    tls_ca_file: str = ""
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    token_file: str = ""
+    tls_server_name: str = ""
 
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportKind):
@@ -66,6 +81,10 @@ class ClientConfig:
         _number("breaker_retry_ms", self.breaker_retry_ms, 10, DEADLINE_MS_MAX)
         _number("copy_threads", self.copy_threads, 1, 2)
         _number("async_threads", self.async_threads, 1, 1_024)
+        for name in (*TLS_FILES, "tls_server_name"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or "\0" in value:
+                raise BadRequest(Reason.BAD_NAME, f"{name} must be a str", name)
         if type(self.populate) is not bool:
             raise BadRequest(Reason.BAD_REQUEST, "populate must be a bool", "populate")
         if self.prefill is not None and not self.prefill.valid():

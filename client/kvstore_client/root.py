@@ -23,7 +23,7 @@ from kvstore_client import steps
 from kvstore_client.calls import (
     SpaceSpec,
 )
-from kvstore_client.channel import CallFailed, GrpcTransport, Transport, socket_path
+from kvstore_client.channel import CallFailed, Transport
 from kvstore_client.config import ClientConfig, check_deadline_ms
 from kvstore_client.forks import watch_forks
 from kvstore_client.link import PROTOCOL_MAJOR, PROTOCOL_MINOR, Link
@@ -35,6 +35,7 @@ from kvstore_client.steps import (
     Step,
     UserError,
 )
+from kvstore_client.tcp import opener
 
 __all__ = ["Prepared", "Root", "check_text", "typed_error"]
 
@@ -66,12 +67,10 @@ class Root:
         open_transport: Callable[[], Transport] | None = None,
         clock: Clock = time.monotonic_ns,
     ) -> None:
-        path = socket_path(target)
         self.config = config
         self.clock = clock
-        self._open_transport = open_transport or (
-            lambda: GrpcTransport(path, config.connect_timeout_ms)
-        )
+        opening = opener(target, config)  # a wrong target is misuse, whatever the transport
+        self._open_transport = open_transport or opening
         self._attach = _attach_request(engine_id, group)
         self._closed = False
         self._pid = os.getpid()

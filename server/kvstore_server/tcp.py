@@ -169,6 +169,7 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.max_connection_age_ms", AGE_MS),
         # A peer that has vanished without a word is found out in a minute.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # of clients that find out, too
         ("grpc.keepalive_time_ms", 40_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.so_reuseport", 0),
