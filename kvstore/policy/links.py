@@ -42,7 +42,10 @@ class Link:
         "_run",
         "_weight",
         "latency_ns",
+        "moved_bytes",
+        "moving_ns",
         "name",
+        "predicted_ns",
         "queued_bytes",
         "samples",
     )
@@ -68,6 +71,10 @@ class Link:
             raise ValueError(f"link {name}: half_life_ns above 0, seed_samples 0 or more")
         self.name = name
         self.samples = 0
+        # Of all samples: what moved, how long it took, and what was predicted just before each.
+        self.moved_bytes = 0
+        self.moving_ns = 0
+        self.predicted_ns = 0.0
         self.queued_bytes = 0
         self.latency_ns = latency_ns
         self._ns_per_byte = 1e9 / bytes_per_second
@@ -94,6 +101,9 @@ class Link:
         latency = max(self.latency_ns, LATENCY_NS_MIN)
         moving = length_bytes * max(1, sharers) * self._ns_per_byte
         predicted = latency + moving
+        self.moved_bytes += length_bytes
+        self.moving_ns += elapsed_ns
+        self.predicted_ns += predicted
         residual = self._clipped(math.log(elapsed_ns / predicted))
         self._weight = min(self._weight + 1.0, MEMORY_SAMPLES)
         self.samples += 1

@@ -48,7 +48,7 @@ from kvstore.store.archives import Archives
 from kvstore.store.regions import Regions
 from kvstore.store.rows import Rows
 from kvstore.store.sessions import Session, Sessions
-from kvstore.store.values import Leased, Mover, StoreStats, nothing, state_of
+from kvstore.store.values import Leased, Mover, StoreStats, link_stats, nothing, state_of
 from kvstore.store.waiters import Waiters
 from kvstore.tiers.base import Archive
 from kvstore.tiers.host import HostTier
@@ -150,6 +150,7 @@ class Store:
             tier_states={self.host_name: state_of(host), **states},
             host=host,
             archives=archives,
+            links=tuple(map(link_stats, self.tiers, self.links)),
         )
 
     # ------------------------------------------------------------------ sessions
@@ -306,6 +307,9 @@ class Store:
             self.release(session, (lease_id,))
             raise
         leased = self._settle(lease_id, keys, ttl_ns)
+        if below:
+            loaded = (below.get(key, 0) for key, at in zip(keys, leased.places, strict=True) if at)
+            leased = leased._replace(slowest=max(loaded, default=0))
         return self._still_there(session, space_id, keys, leased, all_or_nothing=all_or_nothing)
 
     def _settle(self, lease_id: int, keys: Sequence[bytes], ttl_ns: int | None) -> Leased:

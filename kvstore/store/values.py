@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol
 
 from kvstore.core.effects import Copy, Forget
 from kvstore.model.reasons import Reason
-from kvstore.model.values import CoreStats, Place, Region
+from kvstore.model.values import CoreStats, Place, Region, TierSpec
+from kvstore.policy.links import Link
 from kvstore.tiers.base import ArchiveStats
 from kvstore.tiers.host import HostStats
 
@@ -25,7 +26,8 @@ class Mover(Protocol):
 
 class Leased(NamedTuple):
     """A settled read lease; 0: nothing was leased. `places` has one entry a key, None where the
-    block is absent. `reason`: OK, or why the first absent block is.
+    block is absent. `reason`: OK, or why the first absent block is. `slowest`: index of the slowest
+    tier that one of the blocks came from.
     """
 
     lease_id: int
@@ -33,6 +35,23 @@ class Leased(NamedTuple):
     leased: int
     reason: Reason
     regions: tuple[Region, ...]
+    slowest: int = 0
+
+
+class LinkStats(NamedTuple):
+    """The path out of one tier. `samples` transfers of `moved_bytes` took `moving_s`; `predicted_s`
+    is what each was predicted to take just before it was measured. bytes_per_second, latency_s: the
+    estimate that plans are made with. queued_bytes: handed to the path, and not there yet.
+    """
+
+    tier: str
+    samples: int
+    moved_bytes: int
+    moving_s: float
+    predicted_s: float
+    bytes_per_second: float
+    latency_s: float
+    queued_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +66,21 @@ class StoreStats:
     tier_states: Mapping[str, str]
     host: HostStats
     archives: Mapping[str, ArchiveStats] = field(default_factory=dict)
+    links: tuple[LinkStats, ...] = ()
+
+
+def link_stats(tier: TierSpec, link: Link) -> LinkStats:
+    """The numbers of a tier's link."""
+    return LinkStats(
+        tier.name,
+        link.samples,
+        link.moved_bytes,
+        link.moving_ns / 1e9,
+        link.predicted_ns / 1e9,
+        link.bytes_per_second,
+        link.latency_ns / 1e9,
+        link.queued_bytes,
+    )
 
 
 WARM_SHARE = 15 / 16

@@ -211,6 +211,9 @@ class App:
             dict(self._fd_socket.counts),
             len(self._fd_socket.connections),
             {} if self._http is None else dict(self._http.counts),
+            state=self._state,
+            wanted_bytes=self._parts.wanted_bytes,
+            sessions_max=self._parts.limits.sessions_max,
             tcp_events={} if self._tcp is None else self._tcp.counts,
         )
 

@@ -103,6 +103,9 @@ class Counts:
     prefill_saved_s: dict[str, float] = field(default_factory=dict)
     client_copy: dict[str, Histogram] = field(default_factory=dict)
     """By tenant."""
+    planned_load_s: dict[str, float] = field(default_factory=dict)
+    planned_recompute_s: dict[str, float] = field(default_factory=dict)
+    """By what the plan decided."""
     rejections: Counter[str] = field(default_factory=Counter)
     """By the field that differed."""
     held: int = 0
@@ -120,6 +123,8 @@ class Counts:
             loaded_bytes=Counter(self.loaded_bytes),
             prefill_saved_s=dict(self.prefill_saved_s),
             client_copy={key: _copied(one) for key, one in self.client_copy.items()},
+            planned_load_s=dict(self.planned_load_s),
+            planned_recompute_s=dict(self.planned_recompute_s),
             rejections=Counter(self.rejections),
             held=self.held,
         )

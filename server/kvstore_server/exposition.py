@@ -7,6 +7,7 @@ of the fd socket. The collector reads a snapshot when it is scraped; the registr
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -21,11 +22,21 @@ from prometheus_client.core import (
 import kvstore
 from kvstore.model.values import CoreStats, PoolStats
 from kvstore.store import StoreStats
+from kvstore.store.values import LinkStats
 from kvstore.tiers.base import ArchiveStats
 from kvstore.tiers.host import HostStats
 from kvstore_server.counts import Counts, Histogram, result_of
 
-STATES = ("ready", "warming", "draining")
+STATES = ("starting", "ready", "draining")
+DEFAULT_TENANT = "default"
+TENANT_DIGITS = 12
+CORE_EVENTS = (
+    *("blocks_acquired", "blocks_dropped", "blocks_stored", "commits", "copies_failed"),
+    *("dropped_unsaved", "leases_expired", "loads", "loads_corrupt", "loads_failed", "promoted"),
+    *("regions_reclaimed", "reservations_expired", "saved", "saves_failed", "staging_exchanged"),
+)
+COPIES = ("commit", "demote", "load", "promote", "save")
+DECISIONS = ("load", "recompute")
 
 
 class Snapshot(NamedTuple):
@@ -36,6 +47,9 @@ class Snapshot(NamedTuple):
     fd_events: Mapping[str, int]
     fd_connections: int
     http_events: Mapping[str, int] = {}
+    state: str = "ready"
+    wanted_bytes: int = 0
+    sessions_max: int = 0
     tcp_events: Mapping[str, int] = {}
 
 
@@ -59,11 +73,14 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     store = snapshot.store
     yield _gauge("build_info", "Version of the daemon.", [({"version": kvstore.__version__}, 1)])
     yield _gauge("uptime_seconds", "Since the daemon's start.", [({}, store.uptime_s)])
-    states = [({"state": state}, int(state == store.state)) for state in STATES]
+    states = [({"state": state}, int(state == snapshot.state)) for state in STATES]
     yield _gauge("state", "1 for the state that the daemon is in.", states)
     yield from _of_tiers(store)
+    yield from _of_links(store.links)
     yield from _of_core(store.core)
-    yield from _of_host(store.host)
+    yield from _of_events(store.core.counters)
+    yield _gauge("sessions_max", "Clients that may be attached.", [({}, snapshot.sessions_max)])
+    yield from _of_host(store.host, snapshot.wanted_bytes)
     yield from of_archives(store.archives)
     yield _gauge("fd_connections", "Clients on the fd socket.", [({}, snapshot.fd_connections)])
     events = [({"event": name}, n) for name, n in sorted(snapshot.fd_events.items())]
@@ -94,12 +111,22 @@ def counted(counts: Counts) -> Iterator[Metric]:
     yield _counter("requests", "Calls by reason.", _rows(("op", "reason"), reasons.items()))
     yield from _lookups(counts)
     yield from _loads(counts)
+    yield from _plans(counts)
     yield _counter(
         "fingerprint_rejections",
         "Fingerprints refused and prefixes missed because this field differs.",
         _by("field", counts.rejections),
     )
     yield _counter("fingerprints_held", "Offers of incomplete fingerprints.", [({}, counts.held)])
+
+
+def tenant_label(name: str) -> str:
+    """How a tenant is called in the metrics: the first digits of the SHA-256 of its name, since
+    names are nobody's business who may read numbers. `default` is ours, and stays.
+    """
+    if name == DEFAULT_TENANT:
+        return name
+    return hashlib.sha256(name.encode()).hexdigest()[:TENANT_DIGITS]
 
 
 def flatten(metrics: Iterable[Metric]) -> dict[str, float]:
@@ -151,6 +178,38 @@ def _loads(counts: Counts) -> Iterator[Metric]:
     )
 
 
+def _plans(counts: Counts) -> Iterator[Metric]:
+    for name, seconds, text in (
+        ("load", counts.planned_load_s, "Predicted time of loading what look-ups found"),
+        ("recompute", counts.planned_recompute_s, "Predicted prefill time of the same tokens"),
+    ):
+        rows = [({"decision": one}, seconds.get(one, 0.0)) for one in DECISIONS]
+        yield _counter(f"plan_{name}_seconds", f"{text}, by what was advised.", rows)
+
+
+def _of_links(links: Iterable[LinkStats]) -> Iterator[Metric]:
+    links = list(links)
+    for name, field, text in (
+        ("transfers", "samples", "Measured loads out of the tier."),
+        ("bytes", "moved_bytes", "Bytes of the measured loads."),
+        ("seconds", "moving_s", "Time that the measured loads took."),
+        (
+            "predicted_seconds",
+            "predicted_s",
+            "Time that the measured loads were predicted to take.",
+        ),
+    ):
+        rows: list[_Row] = [({"tier": one.tier}, getattr(one, field)) for one in links]
+        yield _counter(f"link_{name}", text, rows)
+    for name, field, text in (
+        ("bytes_per_second", "bytes_per_second", "Estimate of the tier's bandwidth."),
+        ("latency_seconds", "latency_s", "Estimate of a load's fixed time."),
+        ("queued_bytes", "queued_bytes", "Bytes that are being loaded."),
+    ):
+        rows = [({"tier": one.tier}, getattr(one, field)) for one in links]
+        yield _gauge(f"link_{name}", text, rows)
+
+
 def _of_tiers(store: StoreStats) -> Iterator[Metric]:
     pools: list[tuple[dict[str, str], PoolStats | ArchiveStats]] = [
         ({"tier": pool.name}, pool) for pool in store.core.pools
@@ -186,8 +245,8 @@ def _of_core(core: CoreStats) -> Iterator[Metric]:
         ("block_bytes", "Bytes of the tenant's blocks that can be read."),
         ("blocks", "The tenant's blocks that can be read."),
     ):
-        rows = [({"tenant": one.tenant}, getattr(one, name)) for one in core.tenants]
-        yield _gauge(f"tenant_{name}", text, rows)
+        values = {one.tenant: getattr(one, name) for one in core.tenants}
+        yield _gauge(f"tenant_{name}", text, _by("tenant", values))
     leases = {"copy": core.read_leases, "view": core.view_leases, "write": core.write_leases}
     yield _gauge("leases", "Leases held.", [({"kind": kind}, n) for kind, n in leases.items()])
     spaces = {"open": core.spaces_open, "held": core.spaces_held}
@@ -197,11 +256,25 @@ def _of_core(core: CoreStats) -> Iterator[Metric]:
     yield _gauge("reviews_held", "Fingerprints that wait for review.", [({}, core.reviews_held)])
     yield _gauge("copies_in_flight", "Copies under way.", [({}, core.copies_in_flight)])
     yield _gauge("saves_in_flight", "Saves to an archive under way.", [({}, core.saves_in_flight)])
-    events = [({"event": name}, n) for name, n in sorted(core.counters.items())]
-    yield _counter("core_events", "What the core counts.", events)
 
 
-def _of_host(host: HostStats) -> Iterator[Metric]:
+def _of_events(counters: Mapping[str, int]) -> Iterator[Metric]:
+    """All of them from the start, so that a rate shows the first one."""
+    for name, prefix, text in (
+        ("copies", "copies_", "Copies of blocks that ended, well or not, by what for."),
+        ("copied_bytes", "copied_bytes_", "Bytes of blocks that were copied, by what for."),
+    ):
+        rows: list[_Row] = [({"why": why}, counters.get(prefix + why, 0)) for why in COPIES]
+        yield _counter(name, text, rows)
+    rows = [({"event": name}, counters.get(name, 0)) for name in CORE_EVENTS]
+    yield _counter("core_events", "What the core counts.", rows)
+
+
+def _of_host(host: HostStats, wanted_bytes: int) -> Iterator[Metric]:
+    fine = not host.prefault_error
+    yield _gauge("host_ok", "0 while memory is refused; status says why.", [({}, fine)])
+    wanted = "Bytes of host memory that the settings ask for."
+    yield _gauge("host_wanted_bytes", wanted, [({}, wanted_bytes)])
     for name, text in (
         ("prefaulted_bytes", "Bytes of host memory that are faulted in."),
         ("locked_bytes", "Bytes of host memory that cannot be swapped out."),
@@ -276,11 +349,16 @@ _Row = tuple[dict[str, str], float]
 
 
 def _rows(names: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]) -> list[_Row]:
-    return [(dict(zip(names, key, strict=True)), value) for key, value in sorted(values)]
+    return [(_labels(names, key), value) for key, value in sorted(values)]
+
+
+def _labels(names: tuple[str, ...], values: tuple[str, ...]) -> dict[str, str]:
+    pairs = zip(names, values, strict=True)
+    return {name: tenant_label(value) if name == "tenant" else value for name, value in pairs}
 
 
 def _by(name: str, values: Mapping[str, float]) -> list[_Row]:
-    return [({name: key}, value) for key, value in sorted(values.items())]
+    return [(_labels((name,), (key,)), value) for key, value in sorted(values.items())]
 
 
 def _gauge(name: str, text: str, rows: Iterable[_Row]) -> Metric:
@@ -305,7 +383,7 @@ def _histogram(
 ) -> Metric:
     metric = HistogramMetricFamily(f"kvstore_{name}", text)
     for key, histogram in sorted(rows, key=lambda row: row[0]):
-        labels = dict(zip(names, key, strict=True))
+        labels = _labels(names, key)
         for bound, count in histogram.cumulative():
             metric.add_sample(f"{metric.name}_bucket", {**labels, "le": bound}, count)
         metric.add_sample(f"{metric.name}_sum", labels, histogram.sum_s)

@@ -7,6 +7,7 @@ tiers, tenants of the configuration, fingerprint fields.
 
 from __future__ import annotations
 
+from kvstore.model.plan import Plan
 from kvstore.model.reasons import Reason
 from kvstore_server.counts import Counts, Histogram, result_of
 from kvstore_server.exposition import counted, flatten
@@ -42,6 +43,18 @@ class Metrics:
             counts.declined_tokens[tenant] += hit_tokens
         elif hit_tokens:
             counts.hit_tokens[tenant, tier] += hit_tokens
+
+    def planned(self, plan: Plan) -> None:
+        """A lookup weighed loading what it found against computing it. Nothing was weighed where
+        the prefill cost is unknown.
+        """
+        if not plan.recompute_ms:
+            return
+        counts = self._counts
+        decision = "load" if plan.load_blocks else "recompute"
+        loads, prefills = counts.planned_load_s, counts.planned_recompute_s
+        loads[decision] = loads.get(decision, 0.0) + plan.load_ms / 1e3
+        prefills[decision] = prefills.get(decision, 0.0) + plan.recompute_ms / 1e3
 
     def loaded(
         self,

@@ -159,6 +159,7 @@ class ReadCalls:
         call.record.count("tokens", asked, tokens)
         call.record.planned(advice)
         self._boundary.metrics.lookup(self._tenant, asked, tokens, call.reason, call.tier)
+        self._boundary.metrics.planned(advice)
 
     # ------------------------------------------------------------------ leases
 
@@ -206,7 +207,7 @@ class ReadCalls:
             differences=convert.differences_to_wire(absence.differences),
         )
         if leased.leased:
-            call.tier = self._store.host_name
+            call.tier = self._store.tiers[leased.slowest].name
             reply.places = convert.pack_places(p and p[1:4] for p in leased.places)
         return reply
 

@@ -107,7 +107,7 @@ class StreamCalls:
             sent = piece.done
         call.record.count("blocks", len(leased.places), sent)
         if sent:
-            call.tier = self._store.host_name
+            call.tier = self._store.tiers[leased.slowest].name
         call.reason = end
         last = pb.ChunkHeader(block=sent, reason=convert.reason_to_wire(end))
         await call.send(convert.encode_fetch_chunk(last.SerializeToString()))

@@ -19,6 +19,7 @@ from kvstore.wire import convert
 from kvstore.wire.v1 import admin_pb2, fd_pb2
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client import Client, ClientConfig
+from kvstore_server.exposition import tenant_label
 from tests.daemon import Daemon, DaemonDied, make_daemon, start_daemon
 from tests.e2e.stage import BLOCK_TOKENS, Prompt, model, until
 from tests.field.conftest import Start
@@ -44,7 +45,7 @@ class Tally:
         self.blocks: Counter[str] = Counter()
 
     def looked(self, tenant: str, asked: int, found: int) -> None:
-        result = "hit" if found else "miss"
+        result, tenant = "hit" if found else "miss", tenant_label(tenant)
         self.counts[f'kvstore_lookups_total{{result="{result}",tenant="{tenant}"}}'] += 1
         self.counts[f'kvstore_lookup_tokens_total{{tenant="{tenant}"}}'] += asked * BLOCK_TOKENS
         hits = f'kvstore_hit_tokens_total{{tenant="{tenant}",tier="host"}}'
@@ -52,6 +53,7 @@ class Tally:
 
     def loaded(self, tenant: str, blocks: int, why: Reason = Reason.OK) -> None:
         """`blocks` were copied; they count as loaded only if all went well."""
+        tenant = tenant_label(tenant)
         self.counts[f'kvstore_loads_total{{reason="{why.name}",tenant="{tenant}"}}'] += 1
         good = blocks if why is Reason.OK else 0
         self.counts[f'kvstore_loaded_tokens_total{{tenant="{tenant}"}}'] += good * BLOCK_TOKENS
@@ -64,7 +66,8 @@ class Tally:
         counted = {name for name in said if name.partition("{")[0] in families}
         wanted: dict[str, float] = dict.fromkeys(counted, 0.0) | dict(self.counts)
         wanted |= {
-            f'kvstore_tenant_blocks{{tenant="{tenant}"}}': n for tenant, n in self.blocks.items()
+            f'kvstore_tenant_blocks{{tenant="{tenant_label(tenant)}"}}': n
+            for tenant, n in self.blocks.items()
         }
         wanted['kvstore_tier_blocks{tier="host"}'] = self.blocks.total()
         wanted['kvstore_tier_block_bytes{tier="host"}'] = self.blocks.total() * BLOCK_BYTES

@@ -17,6 +17,7 @@ import grpc
 from kvstore.wire import convert
 from kvstore.wire.v1 import admin_pb2, fd_pb2
 from kvstore.wire.v1 import store_pb2 as pb
+from kvstore_server.exposition import tenant_label
 from tests.daemon import Daemon
 from tests.e2e.stage import Prompt, held, model
 from tests.rawclient import CALL_S, FdChannel, RawAdmin, RawClient, Refused, channel, refused_as
@@ -84,11 +85,23 @@ def hold(daemon: Daemon, seed: int, *, stored: bool) -> Holder:
     return Holder(client, prompt, shared, space, leased.lease_id, written, leased.places[0].region)
 
 
-def matrix(daemon: Daemon, seed: int, outcome: Outcome, *, stored: bool = False) -> list[bytes]:
-    """Everything that tenant b can ask; returns what must be in no log."""
+def matrix(
+    daemon: Daemon,
+    seed: int,
+    outcome: Outcome,
+    *,
+    stored: bool = False,
+    wire: grpc.Channel | None = None,
+) -> list[bytes]:
+    """Everything that tenant b can ask; returns what must be in no log. `wire`: b comes by it, not
+    through the socket.
+    """
     a = hold(daemon, seed, stored=stored)
     try:
-        with RawClient(daemon.data_sockets["b"]) as b, RawAdmin(daemon.admin_socket) as admin:
+        with (
+            RawClient(daemon.data_sockets["b"], wire=wire) as b,
+            RawAdmin(daemon.admin_socket) as admin,
+        ):
             b.open(model(name="of-b"))  # so that its own ids differ from a's
             before = _state(admin)
             data_verbs = [verb for verb in verbs() if verb.service == "Store"]
@@ -97,7 +110,8 @@ def matrix(daemon: Daemon, seed: int, outcome: Outcome, *, stored: bool = False)
                 outcome.trials += 1
             if len(data_verbs) > len(a.shared):
                 outcome.failed.append(f"{len(data_verbs)} verbs, {len(a.shared)} prompts for them")
-            _memory(daemon, a, b, outcome)
+            if wire is None:
+                _memory(daemon, a, b, outcome)
             _operator(daemon, b, outcome)
             after = _state(admin)
             if before != after:
@@ -118,7 +132,7 @@ def _state(admin: RawAdmin) -> dict[str, Any]:
     counted = {
         name: value
         for name, value in stats.counters.items()
-        if 'tenant="a"' in name and ("lookup" in name or "load" in name)
+        if f'tenant="{tenant_label("a")}"' in name and ("lookup" in name or "load" in name)
     }
     return {"blocks": tenant.blocks, "spaces": spaces, "gauges": gauges, "counters": counted}
 

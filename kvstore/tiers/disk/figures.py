@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.tiers.base import ArchiveStats, ArchiveUsage
+from kvstore.tiers.disk.files import Trouble
 from kvstore.tiers.disk.guard import WARN_SHARE
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ COUNTERS = (
     "lost_segments",
     "set_aside",
     "forgotten",
+    *(f"{way}_errors kind={kind.name.lower()}" for way in ("read", "write") for kind in Trouble),
 )
 
 

@@ -179,6 +179,28 @@ def test_a_call_that_has_time_gets_what_is_loaded_in_it() -> None:
         assert stand.codes(stand.session, stand.space, stand.old) == bytes([1] * 5)
 
 
+def test_an_answer_tells_the_slowest_tier_that_it_came_from() -> None:
+    with Archived() as stand:
+        new = keys(2, "new")
+        stand.put(stand.session, stand.space, new)
+        for chain, slowest in ((new, 0), ([*new, *stand.old], DISK), (stand.old, 0)):
+            leased = stand.run(stand.acquire(stand.session, stand.space, chain, load_ns=SECOND))
+            assert (leased.leased, leased.slowest) == (len(chain), slowest)
+
+
+def test_each_measured_load_is_held_against_what_was_predicted_for_it() -> None:
+    with Archived() as stand:
+        link = stand.store.links[DISK]
+        first_s = link.predict_ns(BLOCK) / 1e9
+        stand.run(stand.acquire(stand.session, stand.space, stand.old[:1], load_ns=SECOND))
+        stats = {one.tier: one for one in stand.store.stats().links}
+        disk = stats[stand.store.tiers[DISK].name]
+        assert (disk.samples, disk.moved_bytes, disk.moving_s) == (1, BLOCK, 0.001)
+        assert disk.predicted_s == pytest.approx(first_s, abs=2e-9)
+        assert disk.latency_s * 1e9 == link.latency_ns
+        assert stats["host"].samples == 0
+
+
 def test_what_lies_behind_a_hole_is_not_loaded() -> None:
     with Archived() as stand:
         chain = [*stand.old[:2], *keys(1, "nowhere"), *stand.old[2:]]
