@@ -201,7 +201,9 @@ class FdChannel:
 
 
 class RawClient:
-    """One session. `fd=False` leaves the fd socket out: the stream is the session's life then."""
+    """One session. `fd=False` leaves the fd socket out: the stream is the session's life then. So
+    does `wire`, a channel by another way than the socket.
+    """
 
     def __init__(
         self,
@@ -212,10 +214,11 @@ class RawClient:
         major: int = 1,
         minor: int = 0,
         fd: bool = True,
+        wire: grpc.Channel | None = None,
     ) -> None:
         self.data_socket = data_socket
         self.call_s = CALL_S
-        self.channel = channel(data_socket)
+        self.channel = channel(data_socket) if wire is None else wire
         self.stub = store_pb2_grpc.StoreStub(self.channel)
         self.regions: dict[int, Mapped] = {}
         self.staging: Mapped | None = None
@@ -232,7 +235,7 @@ class RawClient:
         try:
             self.welcome: pb.Welcome = refused_as(lambda: next(self._stream)).welcome
             self.secret = self.welcome.session
-            if fd:
+            if fd and wire is None:
                 self.fd = FdChannel(data_socket)
                 said = self.fd.hello(self.secret)
                 assert reason(said.reason) is Reason.OK, said

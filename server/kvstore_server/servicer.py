@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 import grpc
 
 from kvstore.config import Limits
+from kvstore.model.reasons import KVStoreError, Reason
 from kvstore.store import Store
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore.wire.v1 import store_pb2_grpc
@@ -31,8 +32,10 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
     def __init__(
         self, store: Store, boundary: Boundary, limits: Limits, *, tenant: str, fd_socket: bool
     ) -> None:
+        """`fd_socket`: whether memory can be had by this way in."""
         self._boundary = boundary
         self._tenant = tenant
+        self._has_memory = fd_socket
         self._sessions = SessionCalls(store, boundary, limits, tenant=tenant, fd_socket=fd_socket)
         self._reads = ReadCalls(store, boundary, limits, tenant)
         self._writes = WriteCalls(store, boundary, limits, tenant)
@@ -79,7 +82,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         return await self._run("release", context, request.session, body)
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveReply:
-        body = partial(self._writes.reserve, request)
+        body = partial(self._writes.reserve if self._has_memory else self._no_memory, request)
         return await self._run("reserve", context, request.session, body, request.request_id)
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitReply:
@@ -106,6 +109,11 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainReply:
         body = partial(self._sessions.explain, request)
         return await self._run("explain", context, request.session, body)
+
+    @staticmethod
+    async def _no_memory(request: pb.ReserveRequest, call: Call) -> pb.ReserveReply:
+        """Nothing can be written where nobody can get the memory: its bytes would be published."""
+        raise KVStoreError(Reason.NOT_SUPPORTED, "there is no memory by this way in: use Push")
 
     async def refuse_malformed(self, op: str, context: Context) -> None:
         """Ends a call whose message is no protobuf, as every refusal ends: with a record."""
