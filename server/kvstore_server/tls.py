@@ -40,13 +40,9 @@ def load(settings: TcpSettings) -> Material:
     certificate = _certificates(settings.cert_file, "tcp.cert_file")
     key = secretfiles.read(settings.key_file, "tcp.key_file", secret=True)
     authorities = _certificates(settings.client_ca_file, "tcp.client_ca_file")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _check_pair(context, certificate, key, settings)
-    try:
-        context.load_verify_locations(cadata=authorities.decode("ascii"))
-    except (ssl.SSLError, UnicodeDecodeError, ValueError):
-        raise _refused("tcp.client_ca_file", f"{settings.client_ca_file} is not PEM") from None
-    if not context.get_ca_certs(binary_form=True):
+    _check_pair(certificate, key, settings)
+    known = _parsed(authorities, settings.client_ca_file, "tcp.client_ca_file")
+    if not known.get_ca_certs(binary_form=True):
         detail = f"{settings.client_ca_file} holds no certificate of an authority"
         raise _refused("tcp.client_ca_file", detail)
     return Material(certificate, key, authorities)
@@ -88,12 +84,20 @@ def _certificates(path: str, setting: str) -> bytes:
     return pem
 
 
-def _check_pair(
-    context: ssl.SSLContext, certificate: bytes, key: bytes, settings: TcpSettings
-) -> None:
+def _parsed(pem: bytes, path: str, setting: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_verify_locations(cadata=pem.decode("ascii"))
+    except (ssl.SSLError, ValueError):
+        raise _refused(setting, f"{path} is damaged: it cannot be parsed as PEM") from None
+    return context
+
+
+def _check_pair(certificate: bytes, key: bytes, settings: TcpSettings) -> None:
     """That the key is the certificate's. OpenSSL takes paths: it gets those of memory, so that what
     was checked is what is used.
     """
+    context = _parsed(certificate, settings.cert_file, "tcp.cert_file")
     with _Memory(certificate) as certificate_path, _Memory(key) as key_path:
         try:
             context.load_cert_chain(certificate_path, key_path, password=_no_passphrase)
