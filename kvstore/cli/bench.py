@@ -62,7 +62,9 @@ def command(
     )
     # Nothing is stored before it is known that it can be dropped.
     with daemon.admin() as admin:
-        admin.Stats(pb.StatsRequest(), timeout=daemon.timeout_s)
+        stats = admin.Stats(pb.StatsRequest(), timeout=daemon.timeout_s)
+        # Nor does it take memory of this machine for what could never be stored.
+        check_room(blocks * block_bytes, stats.tiers[0].capacity_bytes)
         try:
             with Client(f"unix:{path}", engine_id="kvstore bench") as client:
                 result = _run(
@@ -76,6 +78,15 @@ def command(
         show.as_json(as_fields(result))
     else:
         _print(result)
+
+
+def check_room(round_bytes: int, capacity_bytes: int) -> None:
+    """NotSo if a round is more than the daemon's memory tier takes."""
+    if round_bytes > capacity_bytes:
+        raise NotSo(
+            f"a round of {show.size(round_bytes)} is more than the daemon's "
+            f"{show.size(capacity_bytes)} of memory: give fewer --blocks or a smaller --block-kib"
+        )
 
 
 def bench_fingerprint(block_bytes: int) -> Fingerprint:

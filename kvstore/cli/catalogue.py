@@ -137,7 +137,7 @@ def link(text: str) -> LinkSpeed:
     rate_bytes = float(number) * (_PREFIX[prefix] if prefix else 1.0)
     if unit in ("b", "bit"):
         rate_bytes /= 8
-    if not rate_bytes > 0:
+    if not 0 < rate_bytes < math.inf:
         raise click.BadParameter(f"{text} is no rate above 0", param_hint="--link")
     return LinkSpeed(name or rate, "", rate_bytes, rate_bytes)
 

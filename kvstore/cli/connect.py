@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from kvstore.cli.arguments import Number, check_texts
 from kvstore.model.reasons import KVStoreError, Reason
 from kvstore.model.sockets import FD_SUFFIX, bytes_too_long
 
@@ -87,7 +88,7 @@ def daemon_options(command: F) -> F:
     @click.option(
         "--timeout",
         "timeout_s",
-        type=click.FloatRange(min=0, min_open=True),
+        type=Number(min=0, min_open=True, max=86_400),
         default=10.0,
         show_default=True,
         help="Seconds to wait for the daemon.",
@@ -102,6 +103,7 @@ def daemon_options(command: F) -> F:
         as_json: bool,
         **kwargs: Any,
     ) -> Any:
+        check_texts(kwargs)
         folder, admin, _ = socket_paths(runtime_dir, admin_socket)
         daemon = Daemon(folder, admin, timeout_s, as_json)
         return command(daemon, *args, **kwargs)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from kvstore.cli import show
+from kvstore.cli.arguments import ID, read_json
 from kvstore.cli.connect import Daemon, daemon_options, packed_keys
 from kvstore.model.fingerprint import Difference, Fingerprint, Verdict
 from kvstore.model.reasons import BadRequest, Reason
@@ -20,7 +20,7 @@ _THERE = frozenset({Reason.HIT, Reason.OK, Reason.ALREADY_PRESENT})
 
 
 @click.command(short_help="Tell why keys or a fingerprint miss.")
-@click.option("--space", "space_id", type=click.IntRange(min=1), help="Explain keys of this space.")
+@click.option("--space", "space_id", type=ID, help="Explain keys of this space.")
 @click.option(
     "--fingerprint",
     "fingerprint_file",
@@ -69,9 +69,7 @@ def command(
 
 def _offer(file: Any) -> store_pb2.Fingerprint:
     try:
-        return convert.fingerprint_to_wire(Fingerprint.from_dict(json.load(file)))
-    except json.JSONDecodeError as error:
-        raise click.UsageError(f"--fingerprint: {file.name} is no JSON: {error}") from error
+        return convert.fingerprint_to_wire(Fingerprint.from_dict(read_json(file, "--fingerprint")))
     except BadRequest as error:
         raise click.UsageError(f"--fingerprint: {error.detail}") from error
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import click
 
 from kvstore.cli import show
+from kvstore.cli.arguments import ID
 from kvstore.cli.connect import Daemon, daemon_options, packed_keys
 from kvstore.wire.v1 import admin_pb2 as pb
 
 
 @click.command(short_help="Drop blocks, at once and everywhere.")
-@click.option("--space", "space_id", type=click.IntRange(min=1), help="This space, or its KEYHEX.")
+@click.option("--space", "space_id", type=ID, help="This space, or its KEYHEX.")
 @click.option("--model", "model_name", default="", help="Every space of this model name.")
 @click.option("--everything", is_flag=True, help="All spaces (of --tenant).")
 @click.option("--tenant", default="", help="Only this tenant's. Default: all tenants.")

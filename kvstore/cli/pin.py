@@ -5,13 +5,14 @@ from __future__ import annotations
 import click
 
 from kvstore.cli import show
+from kvstore.cli.arguments import ID
 from kvstore.cli.connect import Daemon, NotSo, daemon_options, packed_keys
 from kvstore.model.reasons import Reason
 from kvstore.wire.v1 import admin_pb2 as pb
 
 
 @click.command(short_help="Keep blocks from eviction.")
-@click.option("--space", "space_id", type=click.IntRange(min=1), required=True)
+@click.option("--space", "space_id", type=ID, required=True)
 @click.argument("keys", nargs=-1, required=True, metavar="KEYHEX...")
 @daemon_options
 def command(daemon: Daemon, space_id: int, keys: tuple[str, ...]) -> None:

@@ -4,12 +4,12 @@ length on loading it beats computing it. Needs no daemon."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import click
 
 from kvstore.cli import catalogue, show
+from kvstore.cli.arguments import Number, read_json
 from kvstore.cli.calculator import (
     Prompt,
     Row,
@@ -42,7 +42,7 @@ from kvstore.policy.cost import always_faster_bytes_per_second
     "--link", "link_texts", multiple=True, metavar="NAME|RATE",
     help="A known link or a rate in GB/s; may be repeated. Default: all known links to read from.",
 )  # fmt: skip
-@click.option("--latency-us", type=click.FloatRange(min=0), default=0.0, help="Of every link.")
+@click.option("--latency-us", type=Number(min=0), default=0.0, help="Of every link.")
 @click.option("--prefill", "prefill_text", metavar="A,B", help="Cost: us/token, us/token^2.")
 @click.option("--prefill-seed", metavar="NAME", help='A known fit, as "Llama-3.1-8B 1xH100".')
 @click.option(
@@ -104,9 +104,8 @@ def _prompt(
     try:
         if model_name is not None:
             return prompt_of_model(catalogue.model(model_name), tokens, kv_dtype)
-        return prompt_of_config(config_file.name, json.load(config_file), tokens, kv_dtype)
-    except json.JSONDecodeError as error:
-        raise click.UsageError(f"--config: {config_file.name} is no JSON: {error}") from error
+        config = read_json(config_file, "--config")
+        return prompt_of_config(config_file.name, config, tokens, kv_dtype)
     except BadRequest as error:
         raise click.UsageError(error.detail) from error
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvstore.cli import show
+from kvstore.cli.arguments import ID
 from kvstore.cli.connect import Daemon, NotSo, daemon_options
 from kvstore.model.reasons import Reason
 from kvstore.wire import convert
@@ -55,7 +56,7 @@ def list_(daemon: Daemon, decided_too: bool) -> None:
 
 
 @command.command()
-@click.argument("review_id", type=click.IntRange(min=1))
+@click.argument("review_id", type=ID)
 @click.option("--revision", required=True, help="The weights revision that you vouch for.")
 @click.option("--reason", "why", required=True, help="Why; kept with the decision.")
 @click.option("--who", default=None, help="Who decides. Default: this user.")
@@ -69,7 +70,7 @@ def approve(daemon: Daemon, review_id: int, revision: str, why: str, who: str | 
 
 
 @command.command()
-@click.argument("review_id", type=click.IntRange(min=1))
+@click.argument("review_id", type=ID)
 @click.option("--reason", "why", required=True, help="Why; kept with the decision.")
 @click.option("--who", default=None, help="Who decides. Default: this user.")
 @daemon_options

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstore.cli import show
+from kvstore.cli.arguments import Number
 from kvstore.cli.connect import Daemon, daemon_options
 from kvstore.cli.status import (
     TENANT_HEADERS,
@@ -32,7 +33,7 @@ COUNTERS_SHOWN_MAX = 20
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(min=0.1),
+    type=Number(min=0.1, max=86_400),
     default=1.0,
     show_default=True,
     help="Seconds between two looks.",

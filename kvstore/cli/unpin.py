@@ -5,12 +5,13 @@ from __future__ import annotations
 import click
 
 from kvstore.cli import show
+from kvstore.cli.arguments import ID
 from kvstore.cli.connect import Daemon, NotSo, daemon_options
 from kvstore.wire.v1 import admin_pb2 as pb
 
 
 @click.command(short_help="Give pinned blocks back.")
-@click.argument("pin_id", type=click.IntRange(min=1))
+@click.argument("pin_id", type=ID)
 @daemon_options
 def command(daemon: Daemon, pin_id: int) -> None:
     """End a pin. Exit code 1 if there is no such pin."""

@@ -98,8 +98,14 @@ def test_it_measures_and_leaves_nothing(daemon: Daemon) -> None:
 
 
 def test_what_does_not_fit_is_said_and_dropped(daemon: Daemon) -> None:
-    _, err = bench(daemon, "--blocks", 512, "--block-kib", 64, "--rounds", 1, code=1)
-    assert re.search(r"put \d+ of 512 blocks: [A-Z_]+: ", err)
+    _, err = bench(daemon, "--blocks", 250, "--block-kib", 64, "--rounds", 1, code=1)
+    assert re.search(r"put \d+ of 250 blocks: [A-Z_]+: ", err)
+    assert_nothing_left(daemon)
+
+
+def test_a_round_beyond_memory_is_refused_before_it_is_made(daemon: Daemon) -> None:
+    _, err = bench(daemon, "--blocks", 4_096, "--block-kib", 1 << 18, code=1)
+    assert "a round of 1 TiB is more than the daemon's 16 MiB of memory" in err
     assert_nothing_left(daemon)
 
 

@@ -25,6 +25,9 @@ from tests.unit.cli.conftest import FakeAdmin, Run
 
 GIB = 1 << 30
 KEY = "ab" * 32
+BEYOND_64_BITS = str(2**64)
+NO_UNICODE = "a\udcff"
+"""As the shell hands over a byte that is no UTF-8."""
 
 
 def fingerprint(revision: str | None = "rev-1") -> Fingerprint:
@@ -69,7 +72,7 @@ def stats() -> pb.StatsReply:
 
 
 def test_no_daemon_is_one_line_and_code_4(run: Run, folder: Path) -> None:
-    for name in sorted(set(COMMANDS) - {"plan", "verify", "review", "bench"}):
+    for name in sorted(set(COMMANDS) - {"plan", "verify", "review", "bench", "token"}):
         arguments = {
             "explain": ("--space", "1", KEY),
             "invalidate": ("--space", "1"),
@@ -327,13 +330,20 @@ def test_explain_a_fingerprint(ask: Run, admin: FakeAdmin, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("{", "is no JSON"), ('{"identity": {"model_name": 1}}', "identity.model_name")],
+    [
+        (b"{", "is no JSON"),
+        (b"\xff\xfe{", "is no JSON"),
+        (b"[" * 100_000, "is no JSON"),
+        (b"9" * 5_000, "is no JSON"),
+        (b'{"identity": {"model_name": 1}}', "identity.model_name"),
+    ],
+    ids=["cut", "binary", "deep", "digits", "field"],
 )
 def test_explain_a_malformed_fingerprint_is_code_2(
-    ask: Run, tmp_path: Path, text: str, says: str
+    ask: Run, tmp_path: Path, text: bytes, says: str
 ) -> None:
     file = tmp_path / "fingerprint.json"
-    file.write_text(text)
+    file.write_bytes(text)
     assert says in ask("explain", "--fingerprint", str(file), code=2).stderr
 
 
@@ -346,6 +356,34 @@ def test_keys_are_checked_and_can_be_piped(ask: Run, admin: FakeAdmin) -> None:
     admin.replies["Explain"] = store_pb2.ExplainReply(keys=[there, there])
     ask("explain", "--space", "1", "-", input=f"{KEY}\n{'cd' * 32}\n")
     assert admin.the_request("Explain").keys == bytes.fromhex(KEY + "cd" * 32)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("unpin", BEYOND_64_BITS),
+        ("pin", "--space", BEYOND_64_BITS, KEY),
+        ("explain", "--space", BEYOND_64_BITS, KEY),
+        ("invalidate", "--space", BEYOND_64_BITS),
+        ("epoch", "llama", BEYOND_64_BITS),
+        ("review", "approve", BEYOND_64_BITS, "--revision", "r", "--reason", "w"),
+        ("review", "reject", BEYOND_64_BITS, "--reason", "w"),
+        ("review", "reject", "1", "--reason", NO_UNICODE),
+        ("epoch", NO_UNICODE, "3"),
+        ("invalidate", "--model", NO_UNICODE),
+        ("trace", "--request-id", NO_UNICODE),
+        ("drain", "--grace", "nan"),
+        ("drain", "--grace", "inf"),
+        ("status", "--timeout", "nan"),
+        ("status", "--timeout", "1e300"),
+        ("top", "--interval", "1e300"),
+    ],
+)
+def test_what_no_message_can_carry_is_code_2(
+    ask: Run, admin: FakeAdmin, arguments: tuple[str, ...]
+) -> None:
+    assert "Error: " in ask(*arguments, code=2).stderr
+    assert not any(admin.requests.values()), "nothing was asked"
 
 
 # ------------------------------------------------------------------ deciding
@@ -460,9 +498,16 @@ def test_pin_and_unpin(ask: Run, admin: FakeAdmin) -> None:
 
 def test_drain(ask: Run, admin: FakeAdmin) -> None:
     admin.replies["Drain"] = pb.DrainReply(sessions=3)
-    assert ask("drain", "--grace", "2.5").output == "draining: 3 sessions have 2.5 s\n"
+    assert ask("drain", "--grace", "2.5").output == "draining: 3 sessions have 2.5 s at most\n"
     assert admin.the_request("Drain").grace_s == 2.5
-    assert json.loads(ask("drain", "--json").output) == {"sessions": 3, "grace_s": 10.0}
+    assert json.loads(ask("drain", "--json").output) == {"sessions": 3, "grace_s": None}
+
+
+def test_a_drain_has_the_daemons_own_grace_unless_it_is_given_less(
+    ask: Run, admin: FakeAdmin
+) -> None:
+    assert "server.drain_grace_s at most" in ask("drain").output
+    assert admin.the_request("Drain").grace_s == 0.0
 
 
 def test_an_error_of_the_daemon_is_no_traceback(ask: Run, admin: FakeAdmin) -> None:

@@ -267,6 +267,9 @@ def test_rates(text: str, bytes_per_second: float) -> None:
         ("--kv-bytes", "0"),
         ("--kv-bytes", "many"),
         ("--kv-bytes", "8GiB", "--prefill", "20,0"),
+        ("--kv-bytes", "8GiB", "--latency-us", "nan"),
+        ("--kv-bytes", "8GiB", "--latency-us", "inf"),
+        ("--kv-bytes", "8GiB", "--link", "9" * 400),
     ],
 )
 def test_wrong_usage_is_code_2(run: Run, arguments: tuple[str, ...]) -> None:
