@@ -36,7 +36,8 @@ class Pki:
         self.folder.mkdir(mode=0o700)
         self.authority = trustme.CA(organization_name="kvstore tests")
         self.stranger = trustme.CA(organization_name="someone else")
-        self.path("ca").write_bytes(self.authority.cert_pem.bytes())
+        for name in ("ca", "clients"):  # what clients go by, and what the daemon does
+            self.path(name).write_bytes(self.authority.cert_pem.bytes())
         self.issue("daemon", HOST, "127.0.0.1")
 
     def path(self, name: str) -> Path:
@@ -81,7 +82,7 @@ class Pki:
             "tcp__listen": "127.0.0.1:0",
             "tcp__cert_file": self.path("daemon.crt"),
             "tcp__key_file": self.path("daemon.key"),
-            "tcp__client_ca_file": self.path("ca"),
+            "tcp__client_ca_file": self.path("clients"),
         }
         for tenant in tenants:
             self.tenant(tenant)

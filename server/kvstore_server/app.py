@@ -34,7 +34,7 @@ from kvstore.model.reasons import StartError
 from kvstore.model.record import Ring
 from kvstore.model.sockets import FD_SUFFIX
 from kvstore_server import admin as admin_service
-from kvstore_server import process, servicer
+from kvstore_server import process, servicer, tcp
 from kvstore_server.assembly import Assembly
 from kvstore_server.boundary import Boundary
 from kvstore_server.exposition import Snapshot, StoreCollector
@@ -45,7 +45,6 @@ from kvstore_server.locks import bind, open_up
 from kvstore_server.logs import event
 from kvstore_server.metrics import Metrics
 from kvstore_server.ready import Announcer
-from kvstore_server.tcp import Tcp
 from kvstore_server.tracefile import TraceFile, TracingRing
 
 log = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class App:
         self._state = "starting"
         self._metrics = Metrics()
         self._listeners: list[Serving] = []
-        self._tcp: Tcp | None = None
+        self._tcp: tcp.Tcp | None = None
         self._reloading: asyncio.Task[None] | None = None
         self._http: HealthServer | None = None
         # Ends what was begun, in reverse order, however far the start came.
@@ -98,6 +97,7 @@ class App:
         self._undo.callback(gates.unlock)
         gates.clear_stale()
         self._undo.callback(gates.remove)
+        tcp_files = tcp.read(settings)
         parts = self._parts = Assembly(settings, self._clock)
         self._undo.callback(parts.close)
         unlocked = parts.host.stats().lock_reason
@@ -108,7 +108,7 @@ class App:
         self._undo.callback(self._fd_socket.close)
         self._ring = self._make_ring()
         self._listen(gates)
-        self._listen_on_tcp()
+        self._listen_on_tcp(tcp_files)
         http = self._serve_http()
         for listener in self._listeners:
             await listener.start()
@@ -163,8 +163,8 @@ class App:
             )
         )
 
-    def _listen_on_tcp(self) -> None:
-        if self._settings.tcp.address is None:
+    def _listen_on_tcp(self, files: tcp.Files | None) -> None:
+        if files is None:
             return
         limits, store = self._parts.limits, self._store
         servicers = {
@@ -178,7 +178,7 @@ class App:
             for tenant, one in self._settings.tenants.items()
             if one.token_file
         }
-        self._tcp = Tcp(self._settings, limits, self._clock, servicers)
+        self._tcp = tcp.Tcp(self._settings, files, limits, self._clock, servicers)
         self._listeners.append(self._tcp)
 
     def _serve_http(self) -> str:

@@ -1,6 +1,6 @@
 """The listener of the data service over TCP, and what is read again at SIGHUP.
 
-    tcp = Tcp(settings, limits, clock, servicers)
+    tcp = Tcp(settings, read(settings), limits, clock, servicers)
     await tcp.start() ... await tcp.reload() ... await tcp.stop(grace_s)
 
 Bounds. A handshake has five seconds; connections are bounded by `CONNECTIONS_MAX`, those that have
@@ -21,7 +21,7 @@ import resource
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -48,28 +48,43 @@ SETTING: Final = "tcp.listen"
 RELOADS, RELOADS_FAILED = "reloads", "reloads_failed"
 
 
+class Files(NamedTuple):
+    """What the files of the settings say."""
+
+    material: tls.Material
+    identity: identity.Identity
+
+
+def read(settings: Settings) -> Files | None:
+    """None without TCP. Raises StartError, which names the setting: of what cannot be read, is not
+    safe, or contradicts itself.
+    """
+    if settings.tcp.address is None:
+        return None
+    return Files(tls.load(settings.tcp), identity.load(settings))
+
+
 class Tcp:
     """One gRPC server for all tenants that may come over TCP."""
 
     def __init__(
         self,
         settings: Settings,
+        files: Files,
         limits: Limits,
         clock: Clock,
         servicers: Mapping[str, servicer.StoreServicer],
     ) -> None:
-        """Binds the port, which answers only after `start`. Raises StartError, which names the
-        setting: of what cannot be read, is not safe, or contradicts itself.
-        """
+        """Binds the port, which answers only after `start`. Raises StartError if it cannot."""
         self._settings = settings
         self._loading = asyncio.Lock()
         self._reader = ThreadPoolExecutor(1, "kvstore-reload")
-        self._credentials = tls.Credentials(tls.load(settings.tcp))
+        self._credentials = tls.Credentials(files.material)
         self._health = health.aio.HealthServicer()
         self._services = ["", "kvstore.v1.Store"]
         calls_max = limits.concurrent_calls_max + limits.sessions_max + STREAMS_SPARE
         self._door = Door(
-            identity.load(settings),
+            files.identity,
             {tenant: self._methods(one) for tenant, one in servicers.items()},
             clock,
             calls_per_tenant_max=calls_max,
@@ -104,7 +119,7 @@ class Tcp:
         async with self._loading:
             loop = asyncio.get_running_loop()
             try:
-                material, new = await loop.run_in_executor(self._reader, self._read)
+                files = await loop.run_in_executor(self._reader, read, self._settings)
             except StartError as error:
                 self._reloads[RELOADS_FAILED] += 1
                 event(
@@ -115,14 +130,12 @@ class Tcp:
                     why=error.detail,
                 )
                 return False
-            self._credentials.exchange(material)
-            ended = self._door.exchange(new)
+            assert files is not None
+            self._credentials.exchange(files.material)
+            ended = self._door.exchange(files.identity)
             self._reloads[RELOADS] += 1
             event(log, logging.INFO, "certificates and tokens were read again", calls_ended=ended)
             return True
-
-    def _read(self) -> tuple[tls.Material, identity.Identity]:
-        return tls.load(self._settings.tcp), identity.load(self._settings)
 
     def _methods(self, one: servicer.StoreServicer) -> Methods:
         """All that a tenant can call: his data service, health and reflection."""
