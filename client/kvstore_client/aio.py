@@ -135,7 +135,7 @@ class AsyncClient:
         transport: Callable[[], Transport] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._root = Root(target, config or ClientConfig(), engine_id, group, transport, clock)
+        self._root = Root(target, config, engine_id, group, transport, clock)
         self._finalizer = weakref.finalize(self, self._root.close)
 
     def space(self, fingerprint: Fingerprint, rank: int | Rank = 0) -> AsyncSpace:

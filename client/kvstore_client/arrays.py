@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvstore.model.reasons import BadRequest, Reason
 
-__all__ = ["Bytes", "Rows", "rows_of"]
+__all__ = ["Bytes", "Rows", "plain_tokens", "rows_of"]
 
 Bytes = NDArray[np.uint8]
 Rows = Bytes | list[Bytes]
@@ -44,6 +44,22 @@ def rows_of(data: Any, count: int, row_bytes: int, *, name: str, writable: bool)
     return _flat(array).reshape(array.shape[0], row_bytes)[:count]
 
 
+def plain_tokens(tokens: Any) -> Any:
+    """A tensor's token ids as an array of the same type; anything else as it is.
+
+    A tensor is no buffer: taken one by one, the ids of a long prompt would take seconds.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(tokens, torch.Tensor):
+        return tokens
+    try:
+        return tokens.detach().cpu().numpy()
+    except (RuntimeError, TypeError) as error:  # sparse, bfloat16, without memory
+        raise BadRequest(
+            Reason.BAD_TOKENS, f"a tensor that holds no token ids: {error}", "tokens"
+        ) from error
+
+
 def _row(data: Any, row_bytes: int, name: str, writable: bool) -> Bytes:
     flat = _flat(_array(data, name, writable))
     if flat.size != row_bytes:
@@ -66,7 +82,11 @@ def _foreign(data: Any, name: str) -> NDArray[Any]:
         if data.device.type != "cpu" or not data.is_contiguous():
             raise _bad(name, f"{name} must be a contiguous tensor in CPU memory")
         # As bytes: numpy has no bfloat16.
-        array: NDArray[Any] = data.detach().reshape(data.shape or (1,)).view(torch.uint8).numpy()
+        try:
+            flat = data.detach().reshape(data.shape or (1,)).view(torch.uint8)
+            array: NDArray[Any] = flat.numpy()
+        except RuntimeError as error:  # a conjugate: its memory is not what it says
+            raise _bad(name, f"{name} must be a plain tensor: {error}") from error
         return array
     try:
         return np.frombuffer(memoryview(data).cast("B"), np.uint8)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kvstore.model.cost import PrefillCost
+from kvstore.model.cost import PrefillCost, check_cost
 from kvstore.model.reasons import BadRequest, Reason
 
 __all__ = ["ClientConfig", "TransportKind"]
@@ -87,10 +87,7 @@ class ClientConfig:
                 raise BadRequest(Reason.BAD_NAME, f"{name} must be a str", name)
         if type(self.populate) is not bool:
             raise BadRequest(Reason.BAD_REQUEST, "populate must be a bool", "populate")
-        if self.prefill is not None and not self.prefill.valid():
-            raise BadRequest(
-                Reason.BAD_SIZE, "prefill costs are finite, not negative and not both 0", "prefill"
-            )
+        check_cost(self.prefill)
 
 
 def check_deadline_ms(value: object) -> int:

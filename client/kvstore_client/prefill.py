@@ -9,8 +9,8 @@ proportion of b to a is taken from the seed; without one, all is put down to a.
 
 from __future__ import annotations
 
-import math
 from collections import deque
+from numbers import Integral, Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ __all__ = ["PrefillFit"]
 
 SAMPLES_MIN = 8
 SAMPLES_KEPT = 256
+PROMPT_TOKENS_MAX = 2**32
+ELAPSED_US_MIN, ELAPSED_US_MAX = 1e-3, 1e12
+"""Beyond these it is no prefill, and the squares of such numbers would end the fit in an error."""
 _ROUNDS = 10
 _HUBER = 1.5  # in robust standard deviations
 _CONDITION_MAX = 30.0
@@ -53,8 +56,13 @@ class PrefillFit:
         """A prefill of tokens [cached_tokens, prompt_tokens) took so long. What cannot be one is
         ignored.
         """
-        if 0 <= cached_tokens < prompt_tokens and elapsed_us > 0 and math.isfinite(elapsed_us):
-            self._samples.append((prompt_tokens, cached_tokens, float(elapsed_us)))
+        counts: tuple[object, ...] = (prompt_tokens, cached_tokens)  # whatever an engine passes
+        measured: object = elapsed_us
+        if not (all(isinstance(n, Integral) for n in counts) and isinstance(measured, Real)):
+            return
+        possible = 0 <= cached_tokens < prompt_tokens <= PROMPT_TOKENS_MAX
+        if possible and ELAPSED_US_MIN <= elapsed_us <= ELAPSED_US_MAX:
+            self._samples.append((int(prompt_tokens), int(cached_tokens), float(elapsed_us)))
             self._stale = True
 
     @property

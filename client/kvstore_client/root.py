@@ -61,12 +61,15 @@ class Root:
     def __init__(
         self,
         target: str | os.PathLike[str],
-        config: ClientConfig,
+        config: ClientConfig | None,
         engine_id: str,
         group: bytes | None,
         open_transport: Callable[[], Transport] | None = None,
         clock: Clock = time.monotonic_ns,
     ) -> None:
+        config = ClientConfig() if config is None else config
+        if not isinstance(config, ClientConfig):
+            raise BadRequest(Reason.BAD_REQUEST, "config must be a ClientConfig", "config")
         self.config = config
         self.clock = clock
         opening = opener(target, config)  # a wrong target is misuse, whatever the transport
@@ -189,11 +192,11 @@ def spec_of(fingerprint: Fingerprint, rank: int | Rank) -> tuple[SpaceSpec, bool
     if not isinstance(fingerprint, Fingerprint):
         raise BadRequest(Reason.BAD_FINGERPRINT, "a space is opened with a Fingerprint")
     layout = layout_of(fingerprint)
-    if isinstance(rank, Rank):
+    if isinstance(rank, Rank) and type(rank.tensor) is type(rank.pipeline) is int:
         part = layout.part_index(rank.tensor, rank.pipeline)
         return SpaceSpec(fingerprint, layout, part), layout.is_writer(rank.tensor)
     if type(rank) is not int:
-        raise BadRequest(Reason.BAD_PART, "rank is the index of a part, or a Rank", "rank")
+        raise BadRequest(Reason.BAD_PART, "rank is the index of a part, or a Rank of ints", "rank")
     layout.part(rank)
     return SpaceSpec(fingerprint, layout, rank), True
 

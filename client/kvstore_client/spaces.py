@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvstore.model import keys as model_keys
-from kvstore.model.cost import PrefillCost
+from kvstore.model.cost import PrefillCost, check_cost
 from kvstore.model.fingerprint import Difference, Fingerprint, Verdict
 from kvstore.model.keys import BlockKey, Extras, Tokens
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore_client import calls, reads, writes
-from kvstore_client.arrays import Bytes, rows_of
+from kvstore_client.arrays import Bytes, plain_tokens, rows_of
 from kvstore_client.prefill import PrefillFit
 from kvstore_client.reads import FetchRequest
 from kvstore_client.results import Fetched, Hit, KeyExplanation, Pushed, Rank, SpaceStatus
@@ -57,7 +57,7 @@ class SpaceCore:
     ) -> list[BlockKey]:
         fingerprint = self.spec.fingerprint
         return model_keys.chain(
-            tokens,
+            plain_tokens(tokens),
             self.spec.block_tokens,
             salt=salt,
             cache_group=fingerprint.geometry.cache_group,
@@ -86,8 +86,7 @@ class SpaceCore:
     ) -> Prepared[Hit]:
         check_request_id(request_id)
         keys, prompt_tokens = self.chain(given)
-        if prefill is not None and not prefill.valid():
-            raise BadRequest(Reason.BAD_SIZE, "prefill is a valid PrefillCost", "prefill")
+        check_cost(prefill)
         cost = prefill or self.prefill.cost()
         failed = calls.missed(keys)
 

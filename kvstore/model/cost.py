@@ -9,9 +9,12 @@ client may send its own, which it calibrates from prefills that it sees.
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import NamedTuple
 
-__all__ = ["COST_MAX", "PrefillCost"]
+from kvstore.model.reasons import BadRequest, Reason
+
+__all__ = ["COST_MAX", "PrefillCost", "check_cost"]
 
 COST_MAX = 1e9
 """Bound of both numbers (a quarter of an hour a token): beyond it is a mistake, not a cost."""
@@ -25,6 +28,9 @@ class PrefillCost(NamedTuple):
 
     def valid(self) -> bool:
         """Neither negative, infinite or absurd, and not both 0: what a stranger sent is checked."""
+        numbers: tuple[object, ...] = self  # whatever a caller made it of
+        if not all(isinstance(number, Real) for number in numbers):
+            return False
         a, b = self
         return 0 <= a <= COST_MAX and 0 <= b <= COST_MAX and a + b > 0
 
@@ -44,3 +50,13 @@ class PrefillCost(NamedTuple):
         if self.b_us_per_token2 == 0:
             return math.inf
         return self.a_us_per_token / (2.0 * self.b_us_per_token2)
+
+
+def check_cost(value: object) -> None:
+    """BadRequest(BAD_SIZE) unless `value` is a valid cost, or None: no cost is known."""
+    if value is not None and not (isinstance(value, PrefillCost) and value.valid()):
+        raise BadRequest(
+            Reason.BAD_SIZE,
+            "prefill is a PrefillCost: finite numbers, not negative and not both 0",
+            "prefill",
+        )

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.model.keys import chain
 from kvstore.model.reasons import BadRequest
-from kvstore_client.arrays import rows_of
+from kvstore_client.arrays import plain_tokens, rows_of
 
 ROW = 64
 
@@ -53,6 +54,24 @@ def test_a_tensor_is_written_in_place() -> None:
         rows_of(tensor.transpose(1, 2), 3, ROW, name="out", writable=True)
     with pytest.raises(BadRequest, match="CPU"):
         rows_of(torch.zeros(3, ROW, device="meta"), 3, ROW, name="out", writable=True)
+    conjugate = torch.zeros(3, ROW // 8, dtype=torch.complex64).conj()
+    with pytest.raises(BadRequest, match="plain tensor"):
+        rows_of(conjugate, 3, ROW, name="out", writable=True)
+
+
+def test_tokens_of_a_tensor_are_taken_as_one_buffer() -> None:
+    torch = pytest.importorskip("torch")
+    ids = torch.arange(7, dtype=torch.int64)
+    plain = plain_tokens(ids)
+    assert isinstance(plain, np.ndarray)
+    assert (plain.dtype, plain.tolist()) == (np.int64, list(range(7)))
+    assert chain(plain, 2) == chain(list(range(7)), 2)
+    assert plain_tokens(ids.to_sparse().to_dense()).tolist() == plain.tolist()
+    listed = [1, 2, 3]
+    assert plain_tokens(listed) is listed
+    for none in (ids.to_sparse(), torch.zeros(4, device="meta"), ids.bfloat16()):
+        with pytest.raises(BadRequest, match="tokens"):
+            plain_tokens(none)
 
 
 def test_what_cannot_be_rows_is_refused() -> None:

@@ -96,9 +96,18 @@ def test_what_cannot_be_a_prefill_is_ignored() -> None:
         (10, 0, -5.0),
         (10, 0, float("nan")),
         (10, 0, float("inf")),
+        (10, 0, 5e-324),
+        (10, 0, 1e300),
+        (10**200, 0, 1.0),
+        (10.5, 0, 1.0),
+        ("10", 0, 1.0),
+        (10, None, 1.0),
+        (10, 0, "1.0"),
     ):
-        one.observe(prompt, cached, elapsed_us)
+        for _ in range(SAMPLES_MIN):
+            one.observe(prompt, cached, elapsed_us)  # type: ignore[arg-type]
     assert one.samples == 0
+    assert one.cost() is None
 
 
 def test_old_samples_are_forgotten() -> None:

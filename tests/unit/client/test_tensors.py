@@ -61,3 +61,14 @@ def test_parts_have_a_dimension_of_their_own() -> None:
         for rank, part in enumerate(parts):
             assert torch.equal(fetched.data[:, rank], part)
     store.close()
+
+
+def test_tokens_may_be_a_tensor_and_are_not_taken_one_by_one() -> None:
+    class Whole(torch.Tensor):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            raise AssertionError("a long prompt would take seconds")
+
+    ids = torch.arange(40, dtype=torch.int64)
+    with Client("/nobody-listens-here.sock") as client:
+        space = client.space(model())
+        assert space.keys(ids.as_subclass(Whole)) == space.keys(ids.tolist())
