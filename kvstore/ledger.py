@@ -20,6 +20,7 @@ import fcntl
 import itertools
 import logging
 import os
+import stat
 import struct
 import threading
 from collections.abc import Collection, Iterable, Sequence
@@ -329,6 +330,11 @@ class LmdbLedger:
 
     def _examine(self) -> None:
         """LMDB ends the process over a file that is damaged: at once, or at a later write."""
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.lstat(self._path).st_mode
+            if stat.S_ISLNK(mode) or stat.S_ISFIFO(mode):
+                # Through a link it would write over what is not ours; a pipe would be waited for.
+                raise _Unusable("strange")
         with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
             data = file.read()
             if reason := lmdbfile.examine(data) if data else "empty":

@@ -185,6 +185,30 @@ def test_what_cannot_be_trusted_is_set_aside_whole(folder: Path, damage, reason)
     again.close()
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_set_aside_and_not_followed(folder: Path, tmp_path: Path, there: bool) -> None:
+    outside = tmp_path / "outside"
+    if there:
+        (folder / FILE).rename(outside)
+    else:
+        (folder / FILE).unlink()
+    (folder / FILE).symlink_to(outside)
+    before = outside.read_bytes() if there else b""
+    opened = LmdbLedger(str(folder))
+    opened.put_many(ROWS[:1])
+    assert (opened.rows(), "strange" in opened.set_aside) == (ROWS[:1], True)
+    opened.close()
+    assert (outside.read_bytes() if outside.exists() else b"") == before
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(folder: Path) -> None:
+    (folder / FILE).unlink()
+    os.mkfifo(folder / FILE)
+    opened = LmdbLedger(str(folder))
+    assert (opened.rows(), "strange" in opened.set_aside) == ([], True)
+    opened.close()
+
+
 def test_every_file_set_aside_is_kept(folder: Path) -> None:
     for _ in range(3):
         future_format(folder)

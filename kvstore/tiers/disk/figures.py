@@ -84,12 +84,12 @@ def _all(counters: dict[str, float]) -> dict[str, float]:
 
 
 def _gauges(tier: DiskTier) -> dict[str, float]:
-    now_ns = tier.clock.monotonic_ns()
+    now_ns, wall_s = tier.clock.monotonic_ns(), tier.clock.wall_s()
     return {
         "loading": tier.phase in ("opening", "loading"),
-        "writing_stopped": tier.writes.stopped,
+        "writing_stopped": tier.writes.stopped or bool(tier.endurance.stop_reason(wall_s)),
         "reading_stopped": tier.reading.path.stopped or tier.reading.hanging.stalled(now_ns),
-        "written_day_bytes": tier.endurance.day_bytes(tier.clock.wall_s()),
+        "written_day_bytes": tier.endurance.day_bytes(wall_s),
         "endurance_day_bytes": tier.endurance.budget_bytes_per_day,
         "eviction_age_seconds": tier.eviction_age_s,
     }

@@ -2,7 +2,7 @@
 
     <path>/FORMAT            "kvstore-disk 1\\n" and the folder's UUID
     <path>/lock              locked with flock by the daemon that has the folder
-    <path>/index/            LMDB: a row a block, a row a segment
+    <path>/index/            LMDB: a row a block, a row a segment; index.new while it is made
     <path>/segments/<id>.seg equal slots of record_bytes(block bytes): header page, then payload
     <path>/aside/            what could not be opened
 
@@ -19,6 +19,7 @@ from kvstore.tiers.disk.format import VERSION, Fault, Finding
 FORMAT_FILE = "FORMAT"
 LOCK_FILE = "lock"
 INDEX_FOLDER = "index"
+INDEX_SCRATCH = "index.new"
 SEGMENTS_FOLDER = "segments"
 ASIDE_FOLDER = "aside"
 

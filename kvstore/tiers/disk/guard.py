@@ -117,6 +117,7 @@ class Endurance:
 
     def __init__(self, budget_bytes_per_day: int, packed: bytes = b"") -> None:
         self.budget_bytes_per_day = budget_bytes_per_day
+        self._said = ""
         self._hours: Counter[int] = Counter()
         with contextlib.suppress(ValueError, AttributeError, TypeError):
             hours = json.loads(packed or b"{}")
@@ -146,6 +147,13 @@ class Endurance:
         """Whether the warn line is passed."""
         budget = self.budget_bytes_per_day
         return bool(budget) and self.day_bytes(wall_s) >= WARN_SHARE * budget
+
+    def news(self, wall_s: float) -> str:
+        """The line that was passed since this was asked last, in words; empty: none was."""
+        before, self._said = self._said, self.stop_reason(wall_s)
+        if not self._said and self.warns(wall_s):
+            self._said = f"over {WARN_SHARE:.0%} of the day's budget of writes is used"
+        return "" if self._said == before else self._said
 
     def pack(self) -> bytes:
         """For the index's named values."""

@@ -276,7 +276,7 @@ class LmdbIndex:
         if self._closed or os.getpid() != self._pid:
             raise OSError(errno.EBADF, "the index is closed here", self._path)
         if self._env is None:
-            if reason := probe.short(self._folder):
+            if reason := probe.strange(self._folder) or probe.short(self._folder):
                 raise Unusable(reason)
             env = self._env = self._open(self._folder)
             if probe.truncated(env, self._folder):

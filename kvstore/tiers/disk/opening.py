@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import uuid
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,6 +30,7 @@ from kvstore.tiers.disk.folder import (
     ASIDE_FOLDER,
     FORMAT_FILE,
     INDEX_FOLDER,
+    INDEX_SCRATCH,
     LOCK_FILE,
     SEGMENTS_FOLDER,
     format_text,
@@ -48,6 +50,7 @@ _MISTAKES = (
     errno.EINVAL,
 )  # fmt: skip
 _BLOCK_BYTES = 512  # of st_blocks
+_DRAFT = f"{FORMAT_FILE}.new"
 _WORD = re.compile(r"[^A-Za-z0-9.]+")
 _ASIDE_NAME = re.compile(r"(\d{1,9})-.*")
 
@@ -141,10 +144,13 @@ class DiskFolder:
             return False
 
     def set_aside(self, reason: str) -> None:
+        aside = self._of(ASIDE_FOLDER)
+        if os.path.lexists(aside) and not _is_folder(aside):
+            raise NotADirectoryError(errno.ENOTDIR, "no folder of ours: move it away", aside)
         target = self._next_aside(_WORD.sub("-", reason)[:60])
         os.makedirs(target, mode=0o700)
         # The format file last: until it is gone the folder is known as one that has to move.
-        for name in (SEGMENTS_FOLDER, INDEX_FOLDER, FORMAT_FILE):
+        for name in (SEGMENTS_FOLDER, INDEX_FOLDER, INDEX_SCRATCH, _DRAFT, FORMAT_FILE):
             with contextlib.suppress(FileNotFoundError):
                 os.rename(self._of(name), os.path.join(target, name))
         for folder in (target, os.path.dirname(target), self.path):
@@ -152,15 +158,14 @@ class DiskFolder:
         log.error("disk tier set aside, starting cold: %s: kept as %s", reason, target)
 
     def aside_bytes(self) -> int:
-        return tree_bytes(self._of(ASIDE_FOLDER))
+        aside = self._of(ASIDE_FOLDER)
+        return tree_bytes(aside) if _is_folder(aside) else 0
 
     def tidy(self) -> None:
-        for name in self._asides()[:-1]:
-            shutil.rmtree(os.path.join(self._of(ASIDE_FOLDER), name))
+        self._remove(self._asides()[:-1])
 
     def drop_aside(self) -> None:
-        for name in self._asides():
-            shutil.rmtree(os.path.join(self._of(ASIDE_FOLDER), name))
+        self._remove(self._asides())
 
     def close(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
@@ -181,6 +186,8 @@ class DiskFolder:
 
     def _format_reason(self) -> str:
         """Why what is there is not ours to open, in a word; empty if it is, or nothing is there."""
+        if strange := strangers(self.path):
+            return f"strange-{strange[0]}"
         try:
             with open(self._of(FORMAT_FILE), "rb") as file:
                 text = file.read(_FORMAT_BYTES_MAX)
@@ -201,7 +208,7 @@ class DiskFolder:
             os.makedirs(self._of(name), mode=0o700, exist_ok=True)
         path = self._of(FORMAT_FILE)
         if not os.path.exists(path):
-            draft = f"{path}.new"
+            draft = self._of(_DRAFT)
             with open(draft, "wb", opener=_private) as file:
                 file.write(format_text(uuid.uuid4()))
                 file.flush()
@@ -213,16 +220,48 @@ class DiskFolder:
 
     def _asides(self) -> list[str]:
         """Names of set-asides, the youngest last."""
-        try:
-            names = os.listdir(self._of(ASIDE_FOLDER))
-        except FileNotFoundError:
-            return []
+        aside = self._of(ASIDE_FOLDER)
+        names = os.listdir(aside) if _is_folder(aside) else []
         return sorted((name for name in names if _ASIDE_NAME.fullmatch(name)), key=_number)
+
+    def _remove(self, asides: list[str]) -> None:
+        """As many as can be; then OSError for one that cannot."""
+        failed: OSError | None = None
+        for name in asides:
+            path = os.path.join(self._of(ASIDE_FOLDER), name)
+            try:
+                if _is_folder(path):
+                    shutil.rmtree(path)
+                else:
+                    os.unlink(path)
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def _next_aside(self, reason: str) -> str:
         asides = self._asides()
         number = _number(asides[-1]) + 1 if asides else 1
         return os.path.join(self._of(ASIDE_FOLDER), f"{number}-{reason}")
+
+
+def strangers(path: str) -> list[str]:
+    """What lies in a tier's folder under a name of ours and is no plain file or folder, as it has
+    to be: a link leads out of it, a pipe would be waited for. OSError if it cannot be asked.
+    """
+    kinds = {
+        FORMAT_FILE: stat.S_ISREG,
+        _DRAFT: stat.S_ISREG,
+        SEGMENTS_FOLDER: stat.S_ISDIR,
+        INDEX_FOLDER: stat.S_ISDIR,
+        INDEX_SCRATCH: stat.S_ISDIR,
+    }
+    found = []
+    for name, is_right in kinds.items():
+        with contextlib.suppress(FileNotFoundError):
+            if not is_right(os.lstat(os.path.join(path, name)).st_mode):
+                found.append(name)
+    return found
 
 
 def _lock(path: str) -> int:
@@ -252,6 +291,14 @@ def tree_bytes(folder: str) -> int:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(path, name)).st_blocks * _BLOCK_BYTES
     return total
+
+
+def _is_folder(path: str) -> bool:
+    """A real one, no link to one. OSError if it cannot be asked."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _filled(folder: str) -> bool:

@@ -15,12 +15,14 @@ fails is told from damage: before anything is mapped all of the file is read.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +33,7 @@ from kvstore import lmdbfile
 
 log = logging.getLogger(__name__)
 
-DATA_FILE = "data.mdb"
+DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
 _TABLES_MAX = 16
 _META_PAGES = 2
 _PAGE_BYTES_MIN = 4_096
@@ -48,7 +50,7 @@ def examine(folder: str) -> str:
     killed from outside, which is logged: that is no verdict over the file. OSError if the device
     cannot read it.
     """
-    if reason := short(folder):
+    if reason := strange(folder) or short(folder):
         return reason
     try:
         code, said = run(folder)
@@ -80,6 +82,17 @@ def run(folder: str) -> tuple[int, bytes]:
         check=False,
     )
     return child.returncode, child.stdout
+
+
+def strange(folder: str) -> str:
+    """Whether a file of LMDB's is there and no plain one, which it would not ask: "strange-" and
+    its name, or nothing. Through a link it would write over what is not ours.
+    """
+    for name in (DATA_FILE, LOCK_FILE):
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(os.path.join(folder, name)).st_mode):
+                return f"strange-{name}"
+    return ""
 
 
 def short(folder: str) -> str:

@@ -30,7 +30,7 @@ row number, which the ring only carries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -114,14 +114,19 @@ class Ring:
         *,
         aside_bytes: int = 0,
         next_segment: int = 0,
+        strange_segments: Collection[int] = (),
         stock_slots: int = 256,
     ) -> None:
-        """index_bytes: slots to bytes of the index's allowance. next_segment: lowest id never used.
+        """index_bytes: slots to bytes of the index's allowance. next_segment: lowest id never used,
+        but for strange_segments, which have a file that is not ours, and are passed over.
         stock_slots: free slots kept ahead for each class, at most; no more than are usually asked
         for at once, or a sixteenth of the class's.
         """
         self._room = Room(capacity_bytes, aside_bytes, index_bytes)
+        self.aside_stays = False
+        """What was set aside cannot be removed: it takes its room, and blocks go. May be set."""
         self._next_segment = next_segment
+        self._strange_segments = frozenset(strange_segments)
         self._stock_slots = stock_slots
         self._owners: dict[int, SlotClass] = {}
         self._pins: dict[Slot, int] = {}
@@ -219,7 +224,7 @@ class Ring:
         stock = min(self._stock_slots, owner.demand, owner.slots // _STOCK_SHARE)
         ahead = stock - owner.free
         if missing + ahead > 0 and not self._room.room_slots(owner):
-            if self.aside_bytes:
+            if self.aside_bytes and not self.aside_stays:
                 placement = placement._replace(drop_aside=True)
             else:
                 self._make_room(owner, missing, missing + ahead, placement)
@@ -307,7 +312,7 @@ class Ring:
         placement = Placement([], [], [], [], False)
         room = self._room
         while room.total_bytes() - room.retired_bytes > room.capacity_bytes:
-            if self.aside_bytes:
+            if self.aside_bytes and not self.aside_stays:
                 return placement._replace(drop_aside=True)
             donors = sorted(room.classes.values(), key=room.over_share_bytes, reverse=True)
             if not any(self._retire(donor, placement) for donor in donors):
@@ -410,6 +415,8 @@ class Ring:
         slots = self._room.room_slots(owner)
         if not slots:
             return None
+        while self._next_segment in self._strange_segments:
+            self._next_segment += 1
         segment = Segment(self._next_segment, owner.record_bytes, slots, owner.tenant)
         self._next_segment += 1
         self._add(segment, owner, self._room.written_bytes)

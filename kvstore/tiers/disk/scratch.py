@@ -23,8 +23,10 @@ class Spare:
         """If it is not there: makes it if there is room."""
         if self._made:
             return
+        # A link is not followed, and nobody is waited for at the other end of a pipe.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(self._path, flags, 0o600)
         except OSError:
             return
         try:

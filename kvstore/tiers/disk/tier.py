@@ -215,6 +215,8 @@ class DiskTier:
         self.counts["saved_bytes"] += sum(len(one.block.data) for one in tried if one.row)
         self.counts["save_batches"] += 1
         self.counts["save_ns"] += self.clock.monotonic_ns() - began_ns
+        if news := self.endurance.news(wall_s):
+            log.warning("disk tier: %s", news)
         if errors:
             self._note_write_errors(writer, errors[0], len(errors), still_works=done > 0)
         elif done and self.writes.succeeded():
@@ -326,13 +328,14 @@ class DiskTier:
                     writer.stock()
                 if not self._tidied:
                     writer.remove_orphans()
-                    self._folder.tidy()
-                    self._tidied = True
+                    self._tidy(writer)
             except OSError as error:
                 self._note_write_errors(writer, error, 1)
                 return
             if trial:
                 self.writes.seems_well()
+                with volume.books:
+                    volume.ring.aside_stays = False  # a device that failed may have been the reason
         while not self._stopping and self._sweep():
             pass
 
@@ -390,6 +393,8 @@ class DiskTier:
         self._generations = itertools.count((opens << GENERATION_BITS) + 1)
         self.endurance = Endurance(self.endurance.budget_bytes_per_day, meta.get("writes", b""))
         self.counts["lost_segments"] += volume.lost_segments
+        if volume.lost_segments:
+            log.error("disk tier: %d segments are gone, with their blocks", volume.lost_segments)
         self._tidied = False
         self._writer = Writer(
             volume,
@@ -439,6 +444,15 @@ class DiskTier:
             if volume is not None:
                 for names in volume.give_up(list(self._spaces)):
                     self._tell(names)
+
+    def _tidy(self, writer: Writer) -> None:
+        """What cannot be removed takes room, and stops nobody."""
+        self._tidied = True
+        try:
+            self._folder.tidy()
+        except OSError as error:
+            log.warning("disk tier: an older set-aside cannot be removed: %s", error)
+        writer.count_aside()
 
     def _close(self) -> None:
         volume, self.volume, self._writer = self.volume, None, None

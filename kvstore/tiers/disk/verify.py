@@ -48,8 +48,9 @@ from kvstore.tiers.disk.format import (
     unpack_row,
 )
 from kvstore.tiers.disk.index import Index, LmdbIndex, RowBatch, Unusable
+from kvstore.tiers.disk.opening import strangers
 from kvstore.tiers.disk.pages import aligned_bytes
-from kvstore.tiers.disk.probe import DATA_FILE
+from kvstore.tiers.disk.probe import DATA_FILE, strange
 from kvstore.tiers.disk.report import Accounting, Findings, Kind, Report
 
 DAMAGES_KEPT_MAX = 1_000
@@ -135,6 +136,7 @@ class _Check:
         self._capacity_bytes = capacity_bytes
         self._open_index = open_index
         self._findings = Findings(damages_kept_max)
+        self._strangers = strangers(folder)
         self._notes: list[str] = []
         self._fingerprints: dict[int, bytes] = {}
         self._bytes_done = 0
@@ -192,6 +194,9 @@ class _Check:
 
     def _check_format(self) -> tuple[uuid.UUID | None, bool]:
         """The folder's id, and whether the rest can be understood."""
+        if FORMAT_FILE in self._strangers:
+            self._findings.add(Kind.FORMAT, FORMAT_FILE, "no plain file")
+            return None, True
         try:
             with open(os.path.join(self._folder, FORMAT_FILE), "rb") as file:
                 found = read_format_text(file.read(_FORMAT_BYTES_MAX))
@@ -205,6 +210,9 @@ class _Check:
 
     def _read_index(self) -> tuple[list[Segment], _Rows]:
         source = os.path.join(self._folder, INDEX_FOLDER)
+        if INDEX_FOLDER in self._strangers or (os.path.isdir(source) and strange(source)):
+            self._findings.add(Kind.INDEX, INDEX_FOLDER, "no folder of plain files")
+            return [], _pack_rows([])
         # LMDB would make one in the copy, without a word.
         if not os.path.exists(os.path.join(source, DATA_FILE)):
             self._findings.add(Kind.INDEX, INDEX_FOLDER, "there is none")
@@ -212,8 +220,9 @@ class _Check:
         with tempfile.TemporaryDirectory(prefix="kvstore-verify-") as scratch:
             copy = os.path.join(scratch, INDEX_FOLDER)
             try:
-                shutil.copytree(source, copy)
-            except (OSError, shutil.Error) as error:
+                os.mkdir(copy)
+                shutil.copyfile(os.path.join(source, DATA_FILE), os.path.join(copy, DATA_FILE))
+            except OSError as error:
                 self._findings.add(Kind.INDEX, INDEX_FOLDER, f"cannot be copied: {error}")
                 return [], _pack_rows([])
             try:
@@ -258,6 +267,9 @@ class _Check:
     # ------------------------------------------------------------------ segments
 
     def _list(self, files: SegmentFiles) -> dict[int, SegmentFile]:
+        if SEGMENTS_FOLDER in self._strangers:
+            self._findings.add(Kind.SEGMENT_MISSING, SEGMENTS_FOLDER, "no folder")
+            return {}
         try:
             return files.list()
         except OSError as error:

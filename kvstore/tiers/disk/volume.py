@@ -302,7 +302,9 @@ def make_volume(
         capacity_bytes,
         index.allowance_bytes,
         aside_bytes=aside_bytes,
-        next_segment=max([*taken, *present, -1]) + 1,
+        # Of a file that the index does not name the number may be anything, also the last one.
+        next_segment=max([*taken, -1]) + 1,
+        strange_segments=present.keys() - taken,
     )
     volume = Volume(index, files, ring)
     volume.restore_segments()

@@ -161,11 +161,24 @@ class Writer:
         if names:
             self._on_dropped(names, last[0].generation)
         if placement.drop_aside:
-            self._folder.drop_aside()
-            aside_bytes = self._folder.aside_bytes()
-            with volume.books:
-                volume.ring.aside_bytes = aside_bytes
+            self._drop_aside()
         return placement
+
+    def _drop_aside(self) -> None:
+        """What cannot be removed stops nobody: its room is taken."""
+        try:
+            self._folder.drop_aside()
+        except OSError as error:
+            log.warning("disk tier: what was set aside cannot be removed: %s", error)
+        self.count_aside()
+        with self._volume.books:
+            self._volume.ring.aside_stays = self._volume.ring.aside_bytes > 0
+
+    def count_aside(self) -> None:
+        """Of what was set aside some may have been removed."""
+        aside_bytes = self._folder.aside_bytes()
+        with self._volume.books:
+            self._volume.ring.aside_bytes = aside_bytes
 
     def _make_segments(self, segments: Sequence[Segment]) -> OSError | None:
         """Makes the files of new segments. The first error: those after it are not made."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,86 @@ def test_only_the_youngest_set_aside_is_kept(tmp_path: Path) -> None:
     fill(folder)
     folder.set_aside("fourth")
     assert asides(tmp_path) == ["1-fourth"]
+
+
+def test_a_set_aside_is_no_way_out_of_the_folder(tmp_path: Path) -> None:
+    path, outside = tmp_path / "disk", tmp_path / "outside"
+    (outside / "1-theirs").mkdir(parents=True)
+    (outside / "1-theirs" / "file").write_text("theirs")
+    folder = DiskFolder(str(path))
+    fill(folder)
+    (path / "aside").symlink_to(outside)
+    assert folder.aside_bytes() == 0
+    folder.tidy()
+    folder.drop_aside()
+    with pytest.raises(NotADirectoryError, match="move it away"):
+        folder.set_aside("reason")
+    assert segments(folder) == (1, "")
+    (path / "aside").unlink()
+    (path / "aside").mkdir()
+    (path / "aside" / "1-link").symlink_to(outside)
+    (path / "aside" / "2-file").write_text("a file")
+    (path / "aside" / "3-folder").mkdir()
+    folder.tidy()
+    assert asides(path) == ["3-folder"]
+    assert (outside / "1-theirs" / "file").read_text() == "theirs"
+
+
+def pipe(path: Path, outside: Path) -> None:
+    os.mkfifo(path)
+
+
+def link(path: Path, outside: Path) -> None:
+    path.symlink_to(outside)
+
+
+def other_kind(path: Path, outside: Path) -> None:
+    """A folder where a file should be, a file where a folder should be."""
+    if path.name in ("segments", "index", "index.new"):
+        path.write_bytes(b"a file")
+    else:
+        path.mkdir()
+
+
+@pytest.mark.parametrize("made", [pipe, link, other_kind], ids=lambda value: value.__name__)
+@pytest.mark.parametrize(
+    "name",
+    ["FORMAT", "FORMAT.new", "segments", "index", "index.new"]
+    + [f"index/{name}" for name in ("data.mdb", "lock.mdb")],
+)
+def test_what_is_no_plain_file_or_folder_is_set_aside_and_not_followed(
+    tmp_path: Path, name: str, made: Callable[[Path, Path], None]
+) -> None:
+    path, outside = tmp_path / "disk", tmp_path / "outside"
+    outside.write_text("theirs")
+    folder = DiskFolder(str(path))
+    fill(folder)
+    if (path / name).is_dir():
+        shutil.rmtree(path / name)
+    else:
+        (path / name).unlink(missing_ok=True)
+    made(path / name, outside)
+    count, why = segments(folder)
+    assert count == 0
+    # Segments without an index are set aside for that.
+    assert why in (f"strange-{Path(name).name}", "no-index")
+    assert outside.read_text() == "theirs"
+    fill(folder)
+    assert segments(folder) == (1, "")
+
+
+@pytest.mark.parametrize("made", [pipe, link, other_kind], ids=lambda value: value.__name__)
+def test_the_room_that_is_kept_is_no_way_out_of_the_folder(
+    tmp_path: Path, made: Callable[[Path, Path], None]
+) -> None:
+    path, outside = tmp_path / "disk", tmp_path / "outside"
+    outside.write_text("theirs")
+    folder = DiskFolder(str(path))
+    fill(folder)
+    (path / "index" / "spare").unlink()
+    made(path / "index" / "spare", outside)
+    assert segments(folder) == (1, "")
+    assert outside.read_text() == "theirs"
 
 
 def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:

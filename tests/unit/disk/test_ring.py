@@ -279,6 +279,23 @@ def test_what_was_set_aside_goes_before_any_block() -> None:
     assert caller.gone == []
 
 
+def test_what_was_set_aside_and_stays_takes_room_and_blocks_go() -> None:
+    caller = Caller(Ring(64 * RECORD, no_index, aside_bytes=32 * RECORD))
+    caller.ring.aside_stays = True
+    for index in range(48):
+        assert caller.save([f"a{index}"]) == [f"a{index}"]
+    assert caller.ring.aside_bytes == 32 * RECORD
+    assert len(caller.gone) >= 16
+    caller.ring.capacity_bytes = 48 * RECORD
+    assert not caller.ring.reclaim().drop_aside
+
+
+def test_numbers_of_files_that_are_not_ours_are_passed_over() -> None:
+    ring = Ring(64 * RECORD, no_index, next_segment=3, strange_segments=(4, 5, (1 << 32) - 1))
+    made = [ring.place(bytes(32), RECORD * size, 1).new_segments for size in (1, 2)]
+    assert [segment.segment for some in made for segment in some] == [3, 6]
+
+
 def test_a_lower_capacity_is_worked_off_coldest_first() -> None:
     caller = small(64)
     caller.save([f"a{index}" for index in range(64)])

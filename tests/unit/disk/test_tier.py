@@ -462,6 +462,49 @@ def test_what_was_set_aside_goes_first_when_room_is_needed() -> None:
     assert len(bench.verify()) >= 90
 
 
+class Unmovable(MemoryFolder):
+    """What was set aside cannot be removed: by anybody, or only not all of it."""
+
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+        self.aside = 60 * RECORD
+
+    def tidy(self) -> None:
+        if self.fails:
+            raise PermissionError(errno.EPERM, "not permitted")
+        self.aside = 50 * RECORD
+
+    def drop_aside(self) -> None:
+        if self.fails:
+            raise PermissionError(errno.EPERM, "not permitted")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_was_set_aside_and_cannot_be_removed_stops_nobody(fails: bool) -> None:
+    bench = DiskBench(Unmovable(fails=fails), capacity_bytes=room(128))
+    bench.pass_time(SECOND)
+    for number in range(200):
+        assert bench.save([key(number)]) == [True]
+        bench.pass_time(SECOND)
+    stats = bench.tier.stats()
+    assert stats.state == "ok"
+    assert stats.gauges["aside_bytes"] == bench.folder.aside
+    assert stats.used_bytes <= bench.capacity_bytes
+    assert 40 <= len(bench.verify()) <= 80
+
+
+def test_a_file_of_any_number_is_no_reason_not_to_save() -> None:
+    folder = MemoryFolder()
+    for number in (1, (1 << 32) - 1):
+        folder.files.create(number, RECORD)
+    bench = DiskBench(folder, capacity_bytes=room(128))
+    assert bench.save(keys(100)) == [True] * 100
+    bench.pass_time(SECOND)
+    assert not {1, (1 << 32) - 1} & folder.files.list().keys(), "nobody needs them"
+    assert len(bench.verify()) == 100
+
+
 # ---------------------------------------------------------------- a folder that is away
 
 

@@ -232,6 +232,21 @@ def test_a_stop_is_told_once_and_tried_with_a_few_blocks() -> None:
     assert bench.tier.stats().state == "ok"
 
 
+def test_each_line_of_the_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    bench = DiskBench(endurance_bytes_per_day=10 * RECORD)
+    for day in range(2):
+        caplog.clear()
+        for number in range(14):
+            bench.save([key(100 * day + number)])
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == 2, said
+        assert "80%" in said[0]
+        assert "disk.endurance_bytes_per_day" in said[1]
+        assert bench.tier.stats().gauges["writing_stopped"]
+        bench.clock.advance_ns(DAY_S * SECOND)
+        assert not bench.tier.stats().gauges["writing_stopped"]
+
+
 def test_a_budget_of_writes_is_kept_and_comes_back() -> None:
     clock = ManualClock()
     bench = DiskBench(endurance_bytes_per_day=10 * RECORD, clock=clock)

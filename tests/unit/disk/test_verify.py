@@ -115,6 +115,32 @@ class Folder:
         return verify(str(self.path), capacity_bytes=capacity_bytes)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "right"),
+    [
+        ("FORMAT", Kind.FORMAT, 10),
+        ("index/data.mdb", Kind.INDEX, 0),
+        ("index/lock.mdb", Kind.INDEX, 0),
+        ("index", Kind.INDEX, 0),
+        ("segments", Kind.SEGMENT_MISSING, 0),
+    ],
+)
+def test_links_and_pipes_are_found_and_neither_followed_nor_waited_for(
+    folder: Folder, name: str, kind: Kind, right: int
+) -> None:
+    path = folder.path / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+        make(path)
+        report = folder.verify()
+        assert kind in report.damage_counts
+        assert report.right == right
+        path.unlink()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path / "disk")
