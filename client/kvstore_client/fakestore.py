@@ -15,11 +15,10 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore import shm
 from kvstore.model.fingerprint import Verdict
@@ -29,6 +28,7 @@ from kvstore.model.reasons import KVStoreError, Reason
 from kvstore.wire import convert, status
 from kvstore.wire.v1 import fd_pb2
 from kvstore.wire.v1 import store_pb2 as pb
+from kvstore_client.fakespaces import Leased, Reservation, Space, send_lease
 
 if TYPE_CHECKING:
     from kvstore_client.channel import Transport
@@ -38,34 +38,6 @@ __all__ = ["FakeStore"]
 CHUNK_BYTES = 64 << 10
 OK = pb.REASON_OK
 _ids = itertools.count(1)
-
-
-@dataclass
-class _Space:
-    id: int
-    digest: bytes
-    layout: Layout
-    region: shm.SharedRegion
-    info: pb.RegionInfo
-    slots: dict[bytes, int] = field(default_factory=dict)
-    parts: dict[bytes, set[int]] = field(default_factory=dict)
-    free: list[int] = field(default_factory=list)
-
-    def ready(self, key: bytes) -> bool:
-        return len(self.parts.get(key, ())) == len(self.layout.parts)
-
-    def bytes_of(self, slot: int) -> NDArray[np.uint8]:
-        start = self.info.data_offset + slot * self.info.slot_bytes
-        return self.region.map.u8[start : start + self.layout.block_bytes]
-
-
-@dataclass
-class _Reservation:
-    session: bytes
-    space: _Space
-    part: int
-    keys: list[bytes]
-    offsets: list[int]
 
 
 class FakeStore:
@@ -94,10 +66,11 @@ class FakeStore:
         self.leases: set[int] = set()
         self.unmapped: list[int] = []
         self._lock = threading.Condition(threading.RLock())
-        self._spaces: dict[int, _Space] = {}
+        self._spaces: dict[int, Space] = {}
         self._sessions: set[bytes] = set()
         self._staging: dict[bytes, tuple[int, shm.SharedRegion]] = {}
-        self._reservations: dict[int, _Reservation] = {}
+        self._reservations: dict[int, Reservation] = {}
+        self._held: dict[int, list[Leased | None]] = {}  # by lease, also of those that ended
         self._granted: dict[tuple[bytes, int], int] = {}
         self._sockets: list[socket.socket] = []
 
@@ -199,6 +172,7 @@ class FakeStore:
             instance_id=self.instance_id,
             daemon_version="fake",
             fd_socket=self.shared_memory,
+            fd_fetch=self.shared_memory,
             tiers=["host"],
             limits=pb.Limits(
                 keys_per_call_max=self.keys_per_call_max,
@@ -239,7 +213,7 @@ class FakeStore:
             parts=len(space.layout.parts),
         )
 
-    def _new_space(self, digest: bytes, layout: Layout) -> _Space:
+    def _new_space(self, digest: bytes, layout: Layout) -> Space:
         number, slots = next(_ids), self.capacity_blocks
         offset = shm.header_bytes(slots)
         total = offset + slots * layout.slot_bytes
@@ -252,11 +226,11 @@ class FakeStore:
             data_offset=offset,
             total_bytes=total,
         )
-        space = _Space(number, digest, layout, region, info, free=list(range(slots))[::-1])
+        space = Space(number, digest, layout, region, info, free=list(range(slots))[::-1])
         self._spaces[number] = space
         return space
 
-    def _space(self, space_id: int) -> _Space:
+    def _space(self, space_id: int) -> Space:
         try:
             return self._spaces[space_id]
         except KeyError:
@@ -306,6 +280,9 @@ class FakeStore:
         reply.leased_blocks = sum(there)
         reply.lease_id = next(_ids)
         self.leases.add(reply.lease_id)
+        self._held[reply.lease_id] = [
+            space.leased(key) if ready else None for key, ready in zip(keys, there, strict=True)
+        ]
         self._granted[request.session, request.nonce] = reply.lease_id
         return reply
 
@@ -377,7 +354,7 @@ class FakeStore:
         self._granted[request.session, request.nonce] = reply.lease_id
         reply.wanted, reply.offsets = convert.pack_u32(taken), convert.pack_u64(offsets)
         reply.staging_region_id = self._staging_of(request.session)[0]
-        self._reservations[reply.lease_id] = _Reservation(
+        self._reservations[reply.lease_id] = Reservation(
             request.session, space, request.part, [chain[i] for i in taken], offsets
         )
         return reply
@@ -467,6 +444,9 @@ class FakeStore:
                 request = fd_pb2.FdRequest.FromString(frame)
                 if request.HasField("hello"):
                     secret = request.hello.session
+                elif request.HasField("fetch"):
+                    send_lease(sock, request, partial(self._leased, request.fetch))
+                    return
                 with self._lock:
                     reply, fd = self._memory_reply(request, secret)
                 if reply is not None:
@@ -474,6 +454,12 @@ class FakeStore:
                     shm.send_frame(sock, reply.SerializeToString(), fd)
         with self._lock:
             self._end(secret)
+
+    def _leased(self, asked: fd_pb2.FdFetch) -> list[Leased | None]:
+        """What a lease holds while it lives."""
+        with self._lock:
+            live = asked.session in self._sessions and asked.lease_id in self.leases
+            return self._held[asked.lease_id] if live else []
 
     def _memory_reply(
         self, request: fd_pb2.FdRequest, secret: bytes

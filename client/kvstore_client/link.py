@@ -372,7 +372,8 @@ class Link:
             if kind == "shm":
                 stream.end()
                 raise CallFailed(Reason.NOT_SUPPORTED, f"no fd socket: {why}")
-            session.detail = f"no fd socket ({why}): bytes go through gRPC, several times slower"
+            way = "the fd socket" if session.fd_fetch else "gRPC"
+            session.detail = f"no shared memory ({why}): bytes go through {way}, which is slower"
             log.warning("kvstore: %s", session.detail)
         session.stream = stream
         stream.on_end(lambda: self.lost(session))
@@ -462,6 +463,8 @@ class Link:
             self._abandoned.append(one.transport)
             if one.memory is not None:
                 one.memory.forget_in_child()
+            for sock in list(one.sockets):
+                sock.close()
         _kept_in_child.append(self)
 
 

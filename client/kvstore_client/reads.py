@@ -1,4 +1,5 @@
 """Fetch and view: leases, copies out of the daemon's memory, and what makes them trustworthy.
+A client that cannot map it has the daemon send what the lease holds (`fdreads`).
 
 A copy counts only if the slot's generation, read *after* the copy, is still the one that the lease
 named: the daemon changes it before it writes the first byte of anything else. The leading run of
@@ -32,6 +33,7 @@ from kvstore_client.calls import (
     touch_before,
 )
 from kvstore_client.channel import CallFailed
+from kvstore_client.fdreads import NotServed, lease_read
 from kvstore_client.regions import Region
 from kvstore_client.session import Session
 from kvstore_client.steps import (
@@ -134,14 +136,31 @@ def _fetch(
     context: Context, spec: SpaceSpec, session: Session, binding: Binding, request: FetchRequest
 ) -> Operation[Copied]:
     done = Copied()
-    if session.memory is None:
-        if request.all_or_nothing:
-            raise CallFailed(Reason.NOT_SUPPORTED, "all_or_nothing needs shared memory")
-        run = download_blocks(context, session, binding, spec, request, done)
-        yield Stream(session, run)
-        if not done.blocks:
-            check_open(done.reason)
-        return done
+    if session.memory is not None or session.fd_fetch:
+        try:
+            return (yield from _fetch_leased(context, spec, session, binding, request, done))
+        except NotServed:
+            pass  # nobody speaks there: the slower way is left
+    if request.all_or_nothing:
+        raise CallFailed(Reason.NOT_SUPPORTED, "all_or_nothing needs the daemon's fd socket")
+    run = download_blocks(context, session, binding, spec, request, done)
+    yield Stream(session, run)
+    if not done.blocks:
+        check_open(done.reason)
+    return done
+
+
+def _fetch_leased(
+    context: Context,
+    spec: SpaceSpec,
+    session: Session,
+    binding: Binding,
+    request: FetchRequest,
+    done: Copied,
+) -> Operation[Copied]:
+    """With a lease for each window of keys. Raises NotServed: as for now, the bytes of a lease
+    cannot be had; what is `done` by then is good.
+    """
     limit = session.keys_per_call_max
     if request.all_or_nothing and len(request.keys) > limit:
         raise CallFailed(Reason.TOO_MANY_KEYS, f"all_or_nothing takes {limit} keys at most")
@@ -182,10 +201,18 @@ def _fetch_window(
     outcome = Reason.INTERNAL
     copied_ns = done.copy_ns
     try:
-        run = yield from _mapped_run(context, spec, session, binding, reply, len(keys))
-        yield Local(lambda: _copy(context, run, request, done))
+        if session.memory is None:
+            places = _leading_places(spec, binding, reply, len(keys))
+            blocks = len(places)
+            if blocks:
+                read = lease_read(context, session, reply.lease_id, blocks, spec, request, done)
+                yield Stream(session, read)
+        else:
+            run = yield from _mapped_run(context, spec, session, binding, reply, len(keys))
+            blocks = run.blocks
+            yield Local(lambda: _copy(context, run, request, done))
         outcome = done.reason
-        if done.reason is Reason.OK and run.blocks < len(keys):
+        if done.reason is Reason.OK and blocks < len(keys):
             done.reason = _absence(reply)
     finally:
         context.release(
@@ -228,18 +255,10 @@ def _mapped_run(
     reply: pb.AcquireReply,
     asked: int,
 ) -> Operation[_Run]:
-    """The leading run of a lease's places, with its regions mapped. Raises CallFailed for an answer
-    that does not belong to the question.
-    """
-    check_digest(binding, reply.fingerprint_digest)
-    if reply.block_bytes != spec.layout.block_bytes:
-        raise CallFailed(Reason.INTERNAL, "the leased blocks have another size")
-    if len(reply.places) != asked * convert.PLACE.size:
-        raise CallFailed(Reason.INTERNAL, "the lease does not have a place for each key")
-    places = convert.unpack_places(reply.places)
-    absent = np.flatnonzero(places["region"] == 0)
-    blocks = int(absent[0]) if absent.size else asked
-    ids = places["region"][:blocks]
+    """The leading run of a lease's places, with its regions mapped."""
+    places = _leading_places(spec, binding, reply, asked)
+    blocks = len(places)
+    ids = places["region"]
     starts = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist()] if blocks else []
     ends = [*starts[1:], blocks] if blocks else []
     run = _Run(blocks, [], [], [])
@@ -255,6 +274,22 @@ def _mapped_run(
         run.generations.append((generations, places["generation"][begin:end]))
         run.regions.append(region)
     return run
+
+
+def _leading_places(
+    spec: SpaceSpec, binding: Binding, reply: pb.AcquireReply, asked: int
+) -> NDArray[np.void]:
+    """The leading run of a lease's places (see convert.PLACE). Raises CallFailed for an answer that
+    does not belong to the question.
+    """
+    check_digest(binding, reply.fingerprint_digest)
+    if reply.block_bytes != spec.layout.block_bytes:
+        raise CallFailed(Reason.INTERNAL, "the leased blocks have another size")
+    if len(reply.places) != asked * convert.PLACE.size:
+        raise CallFailed(Reason.INTERNAL, "the lease does not have a place for each key")
+    places = convert.unpack_places(reply.places)
+    absent = np.flatnonzero(places["region"] == 0)
+    return places[: int(absent[0])] if absent.size else places
 
 
 def _copy(context: Context, run: _Run, request: FetchRequest, done: Copied) -> None:

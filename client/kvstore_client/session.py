@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,10 @@ class Session:
     memory: Memory | None = None
     stream: AttachStream | None = None
     detail: str = ""
+    fd_fetch: bool = False
+    """Whether bytes of a lease can be had over the fd socket, as far as is known."""
+    sockets: set[socket.socket] = field(default_factory=set)
+    """Of reads under way: a forked child closes its copies."""
     nonces: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Names for calls that grant a lease: see `steps.granted`."""
     spaces: dict[bytes, Any] = field(default_factory=dict)
@@ -72,6 +77,7 @@ def session_of(welcome: pb.Welcome, transport: Transport) -> Session:
         tiers=tuple(welcome.tiers),
         limits=welcome.limits,
         transport=transport,
+        fd_fetch=welcome.fd_socket and welcome.fd_fetch,
     )
 
 

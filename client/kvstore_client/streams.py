@@ -1,4 +1,5 @@
-"""Blocks as byte streams, for a client that cannot map the daemon's memory: several times slower.
+"""Blocks as gRPC streams, for a client that cannot map the daemon's memory: several times slower.
+Where it can reach the fd socket it gets them through that instead: see `fdreads`.
 
 What arrives is checked: whose it is, order, length. Only blocks that are whole count; the first
 chunk that does not fit ends the run. The bytes themselves are as safe as the connection.
@@ -66,11 +67,13 @@ def download_blocks(
     request: FetchRequest,
     done: Copied,
 ) -> Callable[[], None]:
-    """Work that fetches all blocks of the request, window by window, into its rows."""
+    """Work that fetches the blocks of the request that are not `done`, window by window, into its
+    rows.
+    """
 
     def run() -> None:
         limit = session.keys_per_call_max
-        for start in range(0, len(request.keys), limit):
+        for start in range(done.blocks, len(request.keys), limit):
             keys = request.keys[start : start + limit]
             message = pb.FetchRequest(
                 session=session.secret,

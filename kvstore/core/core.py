@@ -16,7 +16,7 @@ from kvstore.core.arena import Arena
 from kvstore.core.books import Books
 from kvstore.core.decisions import Decisions
 from kvstore.core.effects import Effect
-from kvstore.core.leases import ReadLease, Session, WriteLease
+from kvstore.core.leases import LeaseKind, ReadLease, Session, WriteLease
 from kvstore.core.moves import Moves
 from kvstore.core.names import Names
 from kvstore.core.openings import Openings
@@ -253,6 +253,12 @@ class Core:
         if lease.session.group_key != known.group_key:
             return 0
         return min(blocks, len(lease.slots)) * lease.space.layout.block_bytes
+
+    def leased(self, session: int, lease_id: int) -> ReadLease | None:
+        """The session's own live copy lease, to look at: what it holds stays until it ends."""
+        known = self._session(session)
+        lease = None if known is None else known.leases.get(lease_id)
+        return lease if isinstance(lease, ReadLease) and lease.kind is LeaseKind.COPY else None
 
     # ------------------------------------------------------------------ writing
 

@@ -209,11 +209,12 @@ class App:
             self._metrics.snapshot(),
             self._store.stats(),
             dict(self._fd_socket.counts),
-            len(self._fd_socket.connections),
+            len(self._fd_socket.connections) + len(self._fd_socket.reads),
             {} if self._http is None else dict(self._http.counts),
             state=self._state,
             wanted_bytes=self._parts.wanted_bytes,
             sessions_max=self._parts.limits.sessions_max,
+            fd_sent_bytes=self._fd_socket.reads.sent_bytes,
             tcp_events={} if self._tcp is None else self._tcp.counts,
         )
 

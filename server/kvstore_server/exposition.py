@@ -51,6 +51,7 @@ class Snapshot(NamedTuple):
     wanted_bytes: int = 0
     sessions_max: int = 0
     tcp_events: Mapping[str, int] = {}
+    fd_sent_bytes: int = 0
 
 
 class StoreCollector:
@@ -85,6 +86,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauge("fd_connections", "Clients on the fd socket.", [({}, snapshot.fd_connections)])
     events = [({"event": name}, n) for name, n in sorted(snapshot.fd_events.items())]
     yield _counter("fd_events", "What happened on the fd sockets.", events)
+    sent = "Bytes of blocks that were sent over the fd sockets to clients that map no memory."
+    yield _counter("fd_sent_bytes", sent, [({}, snapshot.fd_sent_bytes)])
     events = [({"event": name}, n) for name, n in sorted(snapshot.http_events.items())]
     yield _counter("http_connections", "What became of connections over HTTP.", events)
     if snapshot.tcp_events:

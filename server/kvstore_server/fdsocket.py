@@ -4,7 +4,8 @@ Beside each tenant's data socket stands `<data socket>.fd`, a stream of length-p
 (protos: fd.proto). A connection must say Hello with the secret of a session of the same tenant;
 anything else gets one constant answer. From then on the session lives as long as the connection and
 the process: when either ends, everything that the session held is freed at once. Memory that a
-process was given counts as held until the process says Unmapped or is dead.
+process was given counts as held until the process says Unmapped or is dead. A connection that names
+a lease instead is handed to `fdreads`.
 
 Nothing a client does can block the loop or grow without bound: reads are small, frames at most 64
 KiB, a handshake has a deadline, connections are counted, and a reader that lets answers pile up is
@@ -30,6 +31,7 @@ from kvstore.clock import Clock, SystemClock
 from kvstore.model.reasons import Reason
 from kvstore.shm import FRAME_BYTES_MAX, close_fds
 from kvstore.wire.v1 import fd_pb2, store_pb2
+from kvstore_server.fdreads import LeaseStore, Reads, wanted
 from kvstore_server.logs import Throttled
 from kvstore_server.peers import Process, Processes, peer_uid
 
@@ -74,7 +76,7 @@ class RegionLike(Protocol):
     def total_bytes(self) -> int: ...
 
 
-class FdStore(Protocol):
+class FdStore(LeaseStore, Protocol):
     """What is needed of kvstore.store.Store. Descriptors stay the store's; they are duplicated
     before they are sent."""
 
@@ -114,6 +116,7 @@ class FdSocket:
         self.bound: dict[int, Connection] = {}  # by session
         self.processes = Processes(self._process_died)
         self.connections: set[Connection] = set()
+        self.reads = Reads(store, self.counts, self.warn)
         self._sessions_max = sessions_max
         self._listeners: dict[socket.socket, str] = {}
         # The store calls this in the middle of its own work; what follows may end sessions.
@@ -138,6 +141,7 @@ class FdSocket:
         self.stop_listening()
         for connection in list(self.connections):
             connection.close("daemon_stops")
+        self.reads.close()
         self.processes.close()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -202,7 +206,7 @@ class Connection:
         self._input = bytearray()
         self._received: list[int] = []
         self._output: deque[_Queued] = deque()
-        self._closing = False  # after the last answer
+        self._closing = ""  # why, after the last answer
         self._closed = False
         self._hung_up = False  # the peer reads no more
         self._ended: asyncio.Task[None] | None = None
@@ -262,6 +266,8 @@ class Connection:
         kind = request.WhichOneof("request")
         if kind is None or request.seq == 0:
             self.close("protocol")
+        elif self.session is None and kind == "fetch":
+            self._read(request)
         elif self.session is None:
             self._hello(request)
         elif kind == "unmapped":
@@ -280,9 +286,7 @@ class Connection:
         session = self._store.session_by_secret(request.hello.session, self._tenant)
         if session is None or session.ended.is_set() or session.id in self._server.bound:
             # One answer for a wrong secret, another tenant's, a second socket, and no Hello at all.
-            self._server.counts["denied"] += 1
-            self._closing = True
-            self._refuse(request.seq, Reason.PERMISSION_DENIED)
+            self._deny(request.seq)
             return
         self._deadline.cancel()
         sent_pidfd = self._received.pop() if self._received else None
@@ -294,6 +298,31 @@ class Connection:
         regions = [_info(region) for region in self._store.regions_of(self._tenant)]
         welcome = fd_pb2.FdWelcome(regions=regions[:WELCOME_REGIONS_MAX])
         self.send(fd_pb2.FdReply(seq=request.seq, reason=_OK, welcome=welcome))
+
+    def _deny(
+        self, seq: int, reason: Reason = Reason.PERMISSION_DENIED, why: str = "denied"
+    ) -> None:
+        self._server.counts[why] += 1
+        self._closing = why
+        self._refuse(seq, reason)
+
+    def _read(self, request: fd_pb2.FdRequest) -> None:
+        """Hands the socket over to a read of a lease, which is nobody's life."""
+        session = self._store.session_by_secret(request.fetch.session, self._tenant)
+        lease = None if session is None else wanted(self._store, session.id, request.fetch)
+        if session is None or lease is None:
+            # The same for a wrong secret, another's lease, one that has ended, or none.
+            self._deny(request.seq)
+        elif self._server.reads.full(self._tenant):
+            self._deny(request.seq, Reason.LIMIT_QUEUE, "reads_full")
+        elif self._input or self._received:
+            self.close("protocol")
+        else:
+            self._closed = True
+            self._deadline.cancel()
+            self._loop.remove_reader(self._sock)
+            self._server.connections.discard(self)
+            self._server.reads.begin(self._sock, self._tenant, session, request, lease)
 
     async def _linger(self, session: SessionLike) -> None:
         await session.ended.wait()
@@ -392,7 +421,7 @@ class Connection:
                 self._output[0] = _Queued(item.data[sent:], None)
         self._loop.remove_writer(self._sock)
         if self._closing:
-            self.close("denied")
+            self.close(self._closing)
 
     def _hung_up_on(self) -> None:
         """The peer takes no more. What it said before, such as Unmapped, is still to be read: the
@@ -403,7 +432,7 @@ class Connection:
         self._output.clear()
         self._hung_up = True
         if self._closing:
-            self.close("denied")
+            self.close(self._closing)
 
     # ---------------------------------------------------------------- end
 

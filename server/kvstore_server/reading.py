@@ -254,7 +254,8 @@ class ReadCalls:
         known = ends and bool(self._store.leased_bytes(session, report.lease_id, 1))
         if not known and reason is Reason.OK:
             reason = Reason.LEASE_UNKNOWN
-        if reason is Reason.OK:
+        if reason is Reason.OK and session.fd_bound:
+            # Who maps no memory was sent the bytes: that tells nothing of copies out of memory.
             self._store.note_load(blocks, report.copy_us * 1_000)
         copy_s = min(report.copy_us / 1e6, SECONDS_MAX) if known else 0.0
         self._boundary.metrics.loaded(

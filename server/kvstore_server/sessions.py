@@ -94,6 +94,7 @@ class SessionCalls:
                 reserve_ttl_ms_max=limits.reserve_ttl_ms,
             ),
             fd_socket=self._fd_socket,
+            fd_fetch=self._fd_socket,
             tiers=[tier.name for tier in self._store.tiers],
         )
 

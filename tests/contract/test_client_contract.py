@@ -1,5 +1,6 @@
 """What both clients promise, whatever the daemon does: one suite, run on the client for threads and
-on the one for asyncio, and where it matters over shared memory and over byte streams.
+on the one for asyncio, and where it matters over shared memory, over the fd socket alone, and over
+gRPC alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from tests.client_kit import BLOCK_TOKENS, MakeClient, clients, model, rows, tok
 
 MODEL = model()
 BLOCK_BYTES = 4096
-PATHS = ("shm", "stream")
+PATHS = ("shm", "stream", "grpc")
+"""How bytes come: out of mapped memory, through the fd socket, as gRPC messages."""
 
 
 @pytest.fixture(params=["threads", "asyncio"])
@@ -36,14 +38,20 @@ def make(request: pytest.FixtureRequest) -> Iterator[MakeClient]:
 
 
 @pytest.fixture
-def store() -> Iterator[FakeStore]:
-    fake = FakeStore(capacity_blocks=64, staging_bytes=8 * BLOCK_BYTES)
+def store(request: pytest.FixtureRequest) -> Iterator[FakeStore]:
+    callspec = getattr(request.node, "callspec", None)
+    path = None if callspec is None else callspec.params.get("path")
+    fake = FakeStore(
+        capacity_blocks=64, staging_bytes=8 * BLOCK_BYTES, shared_memory=path != "grpc"
+    )
     yield fake
     fake.close()
 
 
 def config(path: str = "auto", **more: Any) -> ClientConfig:
-    return ClientConfig(transport=path, **more)  # type: ignore[arg-type]
+    """`path`: one of PATHS, or "auto". The store decides between the last two."""
+    transport: Any = "stream" if path == "grpc" else path
+    return ClientConfig(transport=transport, **more)
 
 
 def answered(
@@ -145,7 +153,7 @@ def test_more_keys_than_a_call_may_have_are_split(make: MakeClient) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_the_stretches_of_a_long_prompt_are_said_to_be_one(make: MakeClient, path: str) -> None:
     """Each names what comes before it; then they are named again, so that the head leaves last."""
-    store = FakeStore(capacity_blocks=64, keys_per_call_max=7)
+    store = FakeStore(capacity_blocks=64, keys_per_call_max=7, shared_memory=path != "grpc")
     said: list[pb.ReserveRequest] = []
 
     def answer(method: str, request: Any) -> Any:
@@ -172,7 +180,7 @@ def test_the_stretches_of_a_long_prompt_are_said_to_be_one(make: MakeClient, pat
     assert said[: len(written)] == written
     said.clear()
     assert space.fetch(keys).blocks == 20
-    assert [one.chain_start for one in said] == ([7, 0] if path == "shm" else [])
+    assert [one.chain_start for one in said] == ([] if path == "grpc" else [7, 0])
     store.close()
 
 
@@ -546,7 +554,8 @@ def everything(space: Any) -> dict[str, Reason]:
 
 CALLS = {
     "shm": ("Attach", "Open", "Lookup", "Acquire", "Reserve", "Commit", "Release", "Detach"),
-    "stream": ("Attach", "Open", "Lookup", "Fetch", "Push", "Detach"),
+    "stream": ("Attach", "Open", "Lookup", "Acquire", "Push", "Release", "Detach"),
+    "grpc": ("Attach", "Open", "Lookup", "Fetch", "Push", "Detach"),
 }
 CASES = [(path, method) for path, methods in CALLS.items() for method in methods]
 
@@ -726,6 +735,7 @@ def test_no_lie_raises_or_is_believed(make: MakeClient, store: FakeStore, method
 
 def test_streams_that_lie_are_misses(make: MakeClient, store: FakeStore) -> None:
     """Chunks late, twice, out of order, too long, too short, or an end too soon."""
+    store.shared_memory = False
     stream = config("stream", breaker_failures=1_000)
     quiet = make(transport=store.transport, config=stream).space(MODEL)
     data = rows(3, BLOCK_BYTES)
@@ -811,6 +821,7 @@ def test_streams_may_be_cut_in_many_ways(
     def answer(method: str, request: Any) -> Any:
         return recut(store.answer(method, request), payload_bytes) if method == "Fetch" else None
 
+    store.shared_memory = False
     space = make(transport=answered(store, answer), config=config("stream")).space(MODEL)
     data = rows(5, BLOCK_BYTES)
     assert space.push(tokens(5), data).stored == 5

@@ -402,13 +402,15 @@ def wrong_server(tmp_path: Path) -> Iterator[WrongServer]:
 
 REACHED = {
     "shm": set(METHODS) - {"Fetch", "Push", "Abort"},
-    "stream": {"Attach", "Open", "Lookup", "Fetch", "Push", "Explain", "Detach"},
+    "stream": {"Attach", "Open", "Lookup", "Acquire", "Release", "Push", "Explain", "Detach"},
+    "grpc": {"Attach", "Open", "Lookup", "Fetch", "Push", "Explain", "Detach"},
 }
 """By those calls of an engine that `Engine.everything` and `close` make."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "path"), [("threads", "shm"), ("threads", "stream"), ("asyncio", "shm")]
+    ("kind", "path"),
+    [("threads", "shm"), ("threads", "stream"), ("threads", "grpc"), ("asyncio", "shm")],
 )
 def test_p33_a_store_that_errs_is_a_miss(
     wrong_server: WrongServer, record_property: Note, kind: str, path: Any
@@ -416,7 +418,8 @@ def test_p33_a_store_that_errs_is_a_miss(
     """Every call of the service times every way to answer it wrongly."""
     server, store = wrong_server, wrong_server.store
     prompt, data = client_kit.tokens(4), client_kit.rows(4, BLOCK_BYTES)
-    assert set(METHODS) >= REACHED["shm"] | REACHED["stream"]
+    assert set(METHODS) >= REACHED["shm"] | REACHED["stream"] | REACHED["grpc"]
+    transport: Any = "stream" if path == "grpc" else path
     tried = 0
     every = FULL or (kind, path) == ("threads", "shm")
     wrongs = {
@@ -427,6 +430,7 @@ def test_p33_a_store_that_errs_is_a_miss(
     with client_kit.clients(kind) as make:
         healthy = Engine(make(server.path, transport=server.transport), prompt, data)
         assert healthy.space.push(prompt[:8], data[:2]).stored == 2
+        store.shared_memory = path != "grpc"
         for method in sorted(REACHED[path]):
             for name, wrong in wrongs.items():
                 if name in SLOW and method == "Detach":
@@ -436,7 +440,7 @@ def test_p33_a_store_that_errs_is_a_miss(
                 server.wrong[method] = wrong
                 deadline_ms = SHORT_MS if name in SLOW else 2_000
                 config = ClientConfig(
-                    transport=path, breaker_failures=1_000, copy_threads=1, populate=False
+                    transport=transport, breaker_failures=1_000, copy_threads=1, populate=False
                 )
                 engine = Engine(
                     make(server.path, transport=server.transport, config=config), prompt, data

@@ -5,6 +5,9 @@ The fd socket (data socket path + ".fd"): hands over memory, carries what must r
 
 Framing: u32 little-endian length, then one FdRequest (to the daemon) or FdReply (to the client). A reply that grants
 memory carries exactly one descriptor as SCM_RIGHTS with the first byte of its frame. Frames are at most 64 KiB.
+
+A connection that begins with FdFetch instead of FdHello is one read of one lease, and nobody's life: its end ends the
+read alone. Its answers are frames with FdPiece, each followed by `length` bare bytes, which are not part of the frame.
 """
 
 import builtins
@@ -32,6 +35,7 @@ class FdRequest(google.protobuf.message.Message):
     GET_REGION_FIELD_NUMBER: builtins.int
     GET_STAGING_FIELD_NUMBER: builtins.int
     UNMAPPED_FIELD_NUMBER: builtins.int
+    FETCH_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """echoed; 1..2^32-1"""
     @property
@@ -52,6 +56,10 @@ class FdRequest(google.protobuf.message.Message):
     def unmapped(self) -> Global___Unmapped:
         """no reply"""
 
+    @property
+    def fetch(self) -> Global___FdFetch:
+        """first and only frame of a connection; where Welcome.fd_fetch said so"""
+
     def __init__(
         self,
         *,
@@ -60,10 +68,11 @@ class FdRequest(google.protobuf.message.Message):
         get_region: Global___GetRegion | None = ...,
         get_staging: Global___GetStaging | None = ...,
         unmapped: Global___Unmapped | None = ...,
+        fetch: Global___FdFetch | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["get_region", b"get_region", "get_staging", b"get_staging", "hello", b"hello", "request", b"request", "unmapped", b"unmapped"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["get_region", b"get_region", "get_staging", b"get_staging", "hello", b"hello", "request", b"request", "seq", b"seq", "unmapped", b"unmapped"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "get_region", "get_staging", "unmapped"] | None: ...
+    def HasField(self, field_name: typing.Literal["fetch", b"fetch", "get_region", b"get_region", "get_staging", b"get_staging", "hello", b"hello", "request", b"request", "unmapped", b"unmapped"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fetch", b"fetch", "get_region", b"get_region", "get_staging", b"get_staging", "hello", b"hello", "request", b"request", "seq", b"seq", "unmapped", b"unmapped"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "get_region", "get_staging", "unmapped", "fetch"] | None: ...
 
 Global___FdRequest: typing_extensions.TypeAlias = FdRequest
 
@@ -123,6 +132,43 @@ class Unmapped(google.protobuf.message.Message):
 Global___Unmapped: typing_extensions.TypeAlias = Unmapped
 
 @typing.final
+class FdFetch(google.protobuf.message.Message):
+    """Sends bytes of the blocks of a copy lease, for a client that cannot map them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    FIRST_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    LENGTH_FIELD_NUMBER: builtins.int
+    session: builtins.bytes
+    """whose lease it is; a session without fd connection has one, too"""
+    lease_id: builtins.int
+    first: builtins.int
+    """index into the lease's keys"""
+    blocks: builtins.int
+    """at least 1; all of them are leased"""
+    offset: builtins.int
+    """of what is wanted of each block"""
+    length: builtins.int
+    """at least 1; offset + length is within the block"""
+    def __init__(
+        self,
+        *,
+        session: builtins.bytes = ...,
+        lease_id: builtins.int = ...,
+        first: builtins.int = ...,
+        blocks: builtins.int = ...,
+        offset: builtins.int = ...,
+        length: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "first", b"first", "lease_id", b"lease_id", "length", b"length", "offset", b"offset", "session", b"session"]) -> None: ...
+
+Global___FdFetch: typing_extensions.TypeAlias = FdFetch
+
+@typing.final
 class FdReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -132,6 +178,7 @@ class FdReply(google.protobuf.message.Message):
     REGION_FIELD_NUMBER: builtins.int
     STAGING_FIELD_NUMBER: builtins.int
     UNMAP_FIELD_NUMBER: builtins.int
+    PIECE_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """0: an event, not an answer"""
@@ -152,6 +199,10 @@ class FdReply(google.protobuf.message.Message):
     def unmap(self) -> Global___Unmap:
         """event: the region is closed; unmap it, then say Unmapped"""
 
+    @property
+    def piece(self) -> Global___FdPiece:
+        """of what FdFetch asked for; `reason` is set on the last one only"""
+
     def __init__(
         self,
         *,
@@ -161,11 +212,12 @@ class FdReply(google.protobuf.message.Message):
         region: kvstore.wire.v1.store_pb2.RegionInfo | None = ...,
         staging: Global___StagingInfo | None = ...,
         unmap: Global___Unmap | None = ...,
+        piece: Global___FdPiece | None = ...,
         detail: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["region", b"region", "reply", b"reply", "staging", b"staging", "unmap", b"unmap", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["detail", b"detail", "reason", b"reason", "region", b"region", "reply", b"reply", "seq", b"seq", "staging", b"staging", "unmap", b"unmap", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["reply", b"reply"]) -> typing.Literal["welcome", "region", "staging", "unmap"] | None: ...
+    def HasField(self, field_name: typing.Literal["piece", b"piece", "region", b"region", "reply", b"reply", "staging", b"staging", "unmap", b"unmap", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "piece", b"piece", "reason", b"reason", "region", b"region", "reply", b"reply", "seq", b"seq", "staging", b"staging", "unmap", b"unmap", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["reply", b"reply"]) -> typing.Literal["welcome", "region", "staging", "unmap", "piece"] | None: ...
 
 Global___FdReply: typing_extensions.TypeAlias = FdReply
 
@@ -217,3 +269,31 @@ class Unmap(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["region_id", b"region_id"]) -> None: ...
 
 Global___Unmap: typing_extensions.TypeAlias = Unmap
+
+@typing.final
+class FdPiece(google.protobuf.message.Message):
+    """Says that everything before (block, offset) is what was committed, and that `length` bytes from there on follow. They
+    are within one block, or whole blocks (each the part that was asked for). They count once the next piece has said so:
+    the last one has no bytes, and says OK, or why what came after (block, offset) does not count.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    LENGTH_FIELD_NUMBER: builtins.int
+    block: builtins.int
+    """0: the first that was asked for"""
+    offset: builtins.int
+    """within what was asked for of the block"""
+    length: builtins.int
+    def __init__(
+        self,
+        *,
+        block: builtins.int = ...,
+        offset: builtins.int = ...,
+        length: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block", b"block", "length", b"length", "offset", b"offset"]) -> None: ...
+
+Global___FdPiece: typing_extensions.TypeAlias = FdPiece

@@ -308,6 +308,7 @@ class Welcome(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     FD_SOCKET_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
+    FD_FETCH_FIELD_NUMBER: builtins.int
     protocol_minor: builtins.int
     session: builtins.bytes
     """16 random bytes; goes with every call"""
@@ -316,6 +317,8 @@ class Welcome(google.protobuf.message.Message):
     daemon_version: builtins.str
     fd_socket: builtins.bool
     """the fd socket is the data socket's path + ".fd" """
+    fd_fetch: builtins.bool
+    """the fd socket takes FdFetch"""
     @property
     def limits(self) -> Global___Limits: ...
     @property
@@ -332,9 +335,10 @@ class Welcome(google.protobuf.message.Message):
         limits: Global___Limits | None = ...,
         fd_socket: builtins.bool = ...,
         tiers: collections.abc.Iterable[builtins.str] | None = ...,
+        fd_fetch: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["daemon_version", b"daemon_version", "fd_socket", b"fd_socket", "instance_id", b"instance_id", "limits", b"limits", "protocol_minor", b"protocol_minor", "session", b"session", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["daemon_version", b"daemon_version", "fd_fetch", b"fd_fetch", "fd_socket", b"fd_socket", "instance_id", b"instance_id", "limits", b"limits", "protocol_minor", b"protocol_minor", "session", b"session", "tiers", b"tiers"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 

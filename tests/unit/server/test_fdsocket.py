@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.clock import SystemClock
 from kvstore.model.reasons import Reason
+from kvstore.model.values import Place
 from kvstore.shm import FRAME_BYTES_MAX, recv_frame, send_frame
 from kvstore.wire.v1 import fd_pb2, store_pb2
 from kvstore_server import fdsocket
@@ -47,10 +49,22 @@ class FakeRegion:
     total_bytes: int = 5 * 4096
 
 
+class NoLeases:
+    """A core without a lease."""
+
+    def leased(self, session: int, lease_id: int) -> None:
+        return None
+
+    def space_of(self, session: int, space_id: int) -> Reason:
+        return Reason.SPACE_UNKNOWN
+
+
 class FakeStore:
     """Sessions 1 (alice) and 2 (bob), regions by tenant, and what the fd socket said."""
 
     def __init__(self) -> None:
+        self.core = NoLeases()
+        self.clock = SystemClock()
         self.unmap_listeners: list[Callable[[int], None]] = []
         self.sessions = {SECRET: FakeSession(1, "alice"), SECRET[::-1]: FakeSession(2, "bob")}
         self.regions: dict[str, list[FakeRegion]] = {"alice": [FakeRegion(7)], "bob": []}
@@ -92,6 +106,12 @@ class FakeStore:
     def holder_gone(self, region_id: int) -> None:
         self.holders[region_id] -= 1
         self.changed.set()
+
+    def block_view(self, place: Place, length: int) -> Any:
+        raise AssertionError("nothing is leased")
+
+    def generation(self, place: Place) -> int:
+        raise AssertionError("nothing is leased")
 
     def close_region(self, region_id: int) -> None:
         for listener in self.unmap_listeners:
@@ -201,6 +221,9 @@ async def test_hello_binds_the_session_and_names_the_regions(setup: Setup) -> No
         {"hello": fd_pb2.FdHello(session=b"wrong")},
         {"hello": fd_pb2.FdHello(session=SECRET[::-1])},  # another tenant's
         {"hello": fd_pb2.FdHello()},
+        {"fetch": fd_pb2.FdFetch(session=b"wrong", lease_id=1, blocks=1, length=1)},
+        {"fetch": fd_pb2.FdFetch(session=SECRET, lease_id=1, blocks=1, length=1)},
+        {"fetch": fd_pb2.FdFetch()},
         {"get_region": fd_pb2.GetRegion(region_id=7)},
         {"get_staging": fd_pb2.GetStaging()},
         {"unmapped": fd_pb2.Unmapped(region_id=7)},
