@@ -38,6 +38,9 @@ REFUSAL: Final = KVStoreError(
 REFUSAL_CODE: Final = grpc.StatusCode.UNAUTHENTICATED
 _REFUSAL_TRAILERS: Final = ((status.DETAIL_KEY, status.detail_of(REFUSAL)),)
 
+FIRST_MESSAGE_S: Final = 30.0
+"""Whoever was let in has so long to say what he wants; then his place is another's."""
+
 LET_IN, REFUSED, REVOKED, TOO_MANY = "calls", "calls_refused", "calls_revoked", "calls_too_many"
 
 
@@ -71,10 +74,12 @@ class Door(grpc.GenericRpcHandler):
         clock: Clock,
         *,
         calls_per_tenant_max: int,
+        first_message_s: float = FIRST_MESSAGE_S,
     ) -> None:
         self._identity = identity
         self._tenants = tenants
         self._calls_max = calls_per_tenant_max
+        self._first_message_s = first_message_s
         self._warn = Throttled(log, clock)
         self._inside: dict[asyncio.Task[Any], Entry] = {}
         self._revoked: set[asyncio.Task[Any]] = set()
@@ -129,9 +134,20 @@ class Door(grpc.GenericRpcHandler):
             del self._inside[task]
             self._revoked.discard(task)
 
-    @staticmethod
+    async def _first(self, messages: AsyncIterator[bytes]) -> bytes:
+        """The one message of a call. One that was left out is an empty one, which is refused for
+        what it lacks.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        late = asyncio.get_running_loop().call_later(self._first_message_s, task.cancel)
+        try:
+            return await anext(aiter(messages), b"")
+        finally:
+            late.cancel()
+
     async def _serve(
-        methods: Methods, method: str, messages: AsyncIterator[bytes], context: Context
+        self, methods: Methods, method: str, messages: AsyncIterator[bytes], context: Context
     ) -> None:
         handler = methods.find(_Details(method))
         if handler is None:
@@ -144,9 +160,7 @@ class Door(grpc.GenericRpcHandler):
             requests = _decoded(messages, decode)
             body = handler.stream_stream or handler.stream_unary
         else:
-            # One that was left out is an empty one, which is refused for what it lacks.
-            first = await anext(aiter(messages), b"")
-            requests = decode(first)
+            requests = decode(await self._first(messages))
             body = handler.unary_stream or handler.unary_unary
         if inspect.isasyncgenfunction(body):
             async for reply in body(requests, sending):
