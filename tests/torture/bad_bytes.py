@@ -215,6 +215,17 @@ def _request(rng: random.Random) -> fd_pb2.FdRequest:
             fd_pb2.FdRequest(seq=number, get_region=fd_pb2.GetRegion(region_id=number)),
             fd_pb2.FdRequest(seq=number, get_staging=fd_pb2.GetStaging()),
             fd_pb2.FdRequest(seq=number, unmapped=fd_pb2.Unmapped(region_id=number)),
+            fd_pb2.FdRequest(
+                seq=1,
+                fetch=fd_pb2.FdFetch(
+                    session=rng.randbytes(rng.choice((0, 16, 4_000))),
+                    lease_id=rng.choice((0, 1, 2, 2**64 - 1)),
+                    first=number,
+                    blocks=rng.choice((0, 1, 2**32 - 1)),
+                    offset=rng.choice((0, 1, 2**64 - 1)),
+                    length=rng.choice((0, 1, 2**64 - 1)),
+                ),
+            ),
             fd_pb2.FdRequest(),
         )
     )
