@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -94,9 +95,9 @@ def serve(image: Image, folder: Path) -> None:
         )
         got = roundtrip(socket, "get", gid)
         check(got["right"] == 16, "and gets the same bytes")
-        os.kill(container.pid, 19)  # SIGSTOP: nothing answers
+        os.kill(container.pid, signal.SIGSTOP)
         check(not container.healthy(), "the health check fails while nothing answers")
-        os.kill(container.pid, 18)
+        os.kill(container.pid, signal.SIGCONT)
         check(container.stop() == 0, "SIGTERM drains it: exit code 0")
         check('"event": "stopped"' in container.log(), "it said so")
         check(not Path(socket).exists(), "its sockets are gone")
@@ -184,9 +185,10 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory(prefix="kvstore-image-", dir="/var/tmp") as folder:
         command = [sys.executable, "-m", "tests.deploy.run_dockerfile", INSIDE, folder]
-        return subprocess.run(
-            ["unshare", "--mount", "--kill-child", "--fork", *command], cwd=ROOT, check=False
-        ).returncode
+        # With the first process of its namespace everything that it has started ends.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        namespaces = ("unshare", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child")
+        return subprocess.run([*namespaces, *command], cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":
