@@ -78,7 +78,9 @@ def _check_pool(pool: Pool) -> None:
             if slot.state is READY:
                 ready += 1
                 candidate = slot in pool.policy
-                assert candidate or (slot.marked and slot.holds), "a shelved slot is held"
+                inner = slot.children and slot in pool.inner
+                shelved = inner or (slot.marked and slot.holds) or slot in pool.spared
+                assert candidate or shelved, "a shelved slot is held, or others hang on it"
             else:
                 assert slot not in pool.policy, "only READY slots are candidates"
             if slot.state is FREE:
@@ -93,11 +95,25 @@ def _check_pool(pool: Pool) -> None:
             assert (slot.fill is not None) == (slot.state is FILLING)
             assert slot.leaving or not slot.queued, "fills wait only for a copy that leaves"
     assert ready == pool.blocks, "READY blocks are counted"
+    _check_children(pool)
     candidates = list(pool.policy)
     assert len(candidates) == len(pool.policy) == len(set(candidates))
     for slot in candidates:
         assert slot.pool is pool
         assert slot.region.info.id in pool.regions
+
+
+def _check_children(pool: Pool) -> None:
+    hanging = Counter[Slot]()
+    arena_slots = [slot for region in pool.regions.values() for slot in region.slots]
+    for slot in arena_slots:
+        above = slot.above
+        if above is not None and above.generation == slot.above_generation:
+            assert slot.state in (FILLING, READY), "what has gone hangs on nothing"
+            hanging[above] += 1
+    for slot in arena_slots:
+        if slot.state in (FILLING, READY):
+            assert slot.children == hanging[slot], "what hangs on a block is counted"
 
 
 def _code(slot: Slot) -> int:

@@ -43,8 +43,12 @@ class Moves:
         if not pool.free and not self._grow(pool, now_ns):
             self._press(pool, now_ns)
             if not pool.free:
-                victim = pool.victim(pass_saves=PASSED_MAX if self._saves_ahead else 0)
-                if victim is None or victim.command >= self.books.spared:
+                if pool.spared and pool.spared_at != self.books.command:
+                    pool.end_sparing(now_ns)
+                pool.spared_at = self.books.command
+                passes = PASSED_MAX if self._saves_ahead else 0
+                victim = pool.victim(self.books.spared, pass_saves=passes)
+                if victim is None:
                     return None
                 self.evict(victim, now_ns)
         return pool.free.popleft()
@@ -56,6 +60,8 @@ class Moves:
 
     def _grow(self, pool: Pool, now_ns: int) -> bool:
         arena = self._arena(pool)
+        if arena.free_bytes < pool.slot_bytes:
+            return False
         shape = arena.shape(pool.slot_bytes, arena.room_bytes(pool))
         if shape is None:
             return False
@@ -139,7 +145,8 @@ class Moves:
         if lower is None:
             return None
         pool.begin(lower, space, slot.key, slot.parent, slot.depth, Fill(None))
-        lower.saved, lower.hits = slot.saved, slot.hits
+        lower.saved = slot.saved
+        lower.inherit(slot)
         space.index[slot.key] = lower
         flight = self._fly("demote", space, slot.key, slot, lower)
         self._begin_leaving(flight)
@@ -439,7 +446,8 @@ class Moves:
         space = source.space
         assert space is not None
         source.rising = None
-        target.saved, target.hits = source.saved, source.hits
+        target.saved = source.saved
+        target.inherit(source)
         space.index[source.key] = target
         space.blocks -= 1
         source.pool.leave(source)

@@ -6,7 +6,7 @@ the leases that wrote the block and those that wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvstore.core.books import Books
 from kvstore.core.effects import Ready
@@ -102,16 +102,25 @@ class Names:
 
     def touch(self, slots: Sequence[Slot], now_ns: int) -> None:
         """READY slots were used, given from head to tail; the head ends up warmest."""
-        backwards = slots[::-1]
+        for pool, of_pool in self._by_pool(slots):
+            pool.touch(of_pool, now_ns)
+
+    def use(self, slots: Sequence[Slot], prompt_tokens: int, now_ns: int) -> None:
+        """As `touch`, and a reader asked for them, with a prompt of so many tokens."""
+        for slot in slots:
+            slot.prompt_tokens = prompt_tokens
+        for pool, of_pool in self._by_pool(slots):
+            pool.use(of_pool, now_ns)
+
+    def _by_pool(self, slots: Sequence[Slot]) -> Iterable[tuple[Pool, list[Slot]]]:
+        """Each pool's own, from tail to head."""
+        backwards = list(slots)[::-1]
         if len(self.books.pools) == 1:
-            if slots:
-                slots[0].pool.touch(backwards, now_ns)
-            return
+            return [(slots[0].pool, backwards)] if slots else []
         by_pool: dict[Pool, list[Slot]] = {}
         for slot in backwards:
             by_pool.setdefault(slot.pool, []).append(slot)
-        for pool, of_pool in by_pool.items():
-            pool.touch(of_pool, now_ns)
+        return by_pool.items()
 
     def _resolve(
         self, lease: ReadLease, index: int, slot: Slot | None, why: Reason, now_ns: int

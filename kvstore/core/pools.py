@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvstore.core.states import SLOT_MOVES, SlotState
@@ -47,16 +48,22 @@ class Slot:
     more than counting (DOOMED, or shelved by the policy). leaving: copies that still read
     the former content; queued: fills that wait for them. rising: the slot that a promotion
     fills. saved: an archive has the block. aged_ns: its last use when an archive had aged it out;
-    -1: none has. command: the last command that used the block.
+    -1: none has. command: the last command that used the block. above: the slot of the block before
+    it, if that was here when it came, under this generation; children: how many such blocks hang on
+    it. uses, grade: the policy's. prompt_tokens: length of the last prompt that had it.
     """
 
     __slots__ = (
+        "above",
+        "above_generation",
         "aged_ns",
+        "children",
         "code",
         "command",
         "depth",
         "fill",
         "generation",
+        "grade",
         "hits",
         "holds",
         "key",
@@ -66,6 +73,7 @@ class Slot:
         "parent",
         "pins",
         "pool",
+        "prompt_tokens",
         "queued",
         "region",
         "rising",
@@ -74,6 +82,7 @@ class Slot:
         "space",
         "state",
         "touched_ns",
+        "uses",
     )
 
     def __init__(self, pool: Pool, region: RegionBook, number: int) -> None:
@@ -100,10 +109,21 @@ class Slot:
         self.queued: list[Copy] = []
         self.rising: Slot | None = None
         self.command = 0
+        self.above: Slot | None = None
+        self.above_generation = 0
+        self.children = 0
+        self.uses = 0
+        self.grade = 0
+        self.prompt_tokens = 0
 
     def in_use(self) -> bool:
         """Whether somebody needs the slot as it is, so that it cannot be evicted."""
         return self.holds > self.saves or self.state in (FILLING, DOOMED)
+
+    def inherit(self, other: Slot) -> None:
+        """The block came from another slot: what is known of its use comes along."""
+        self.hits, self.uses, self.grade = other.hits, other.uses, other.grade
+        self.prompt_tokens = other.prompt_tokens
 
     def worth_saving(self) -> bool:
         """Whether no archive has it, and none had it and aged it out since it was used last."""
@@ -169,6 +189,12 @@ class Pool:
         self.block_bytes = 0
         self.pinned_bytes = 0
         self.pressed_at = 0
+        self.inner: dict[Slot, int] = {}
+        """Shelved because others hang on them; to their generations. Some may be so no more."""
+        self.spared: dict[Slot, int] = {}
+        """Shelved because a command used them; to their generations."""
+        self.spared_at = 0
+        self._spared_ns = inf
         self._touched_ns = 0
 
     # ------------------------------------------------------------------ regions
@@ -215,7 +241,29 @@ class Pool:
         slot.saved = False
         slot.aged_ns = -1
         slot.fill = fill
+        slot.uses = slot.prompt_tokens = slot.children = 0
+        self._hang(slot, space.index.get(parent) if parent else None)
         self._set(slot, FILLING)
+
+    def _hang(self, slot: Slot, above: Slot | None) -> None:
+        """Notes on which block a new one hangs. Clients name parents, so only one that is less deep
+        counts: blocks cannot hang on each other.
+        """
+        if above is None or above.pool is not self or above.depth >= slot.depth:
+            slot.above = None
+            return
+        slot.above, slot.above_generation = above, above.generation
+        above.children += 1
+
+    def _unhang(self, slot: Slot) -> None:
+        """The block goes; the one that it hung on may be a candidate again."""
+        above, slot.above = slot.above, None
+        if above is None or above.generation != slot.above_generation:
+            return
+        above.children -= 1
+        if not above.children and above.state is READY and not above.marked:
+            self.inner.pop(above, None)
+            self.policy.unshelve(above)
 
     def publish(self, slots: Sequence[Slot], now_ns: int) -> None:
         """FILLING -> READY, all at once; given from tail to head."""
@@ -228,6 +276,7 @@ class Pool:
     def leave(self, slot: Slot) -> None:
         """FILLING | READY -> DOOMED or, if nobody holds it, FREE. Its name is gone already."""
         self.policy.remove(slot)
+        self._unhang(slot)
         slot.fill = None
         if slot.holds:
             self._set(slot, DOOMED)
@@ -259,6 +308,11 @@ class Pool:
         self._mark_touched(slots, now_ns)
         self.policy.touch(slots, now_ns)
 
+    def use(self, slots: Sequence[Slot], now_ns: int) -> None:
+        """READY slots were asked for by a reader; given from tail to head."""
+        self.policy.use(slots, now_ns)
+        self._mark_touched(slots, now_ns)
+
     def _mark_touched(self, slots: Sequence[Slot], now_ns: int) -> None:
         """Slots are touched a nanosecond apart, so that a prompt's tail is colder than its head for
         regions too.
@@ -270,26 +324,66 @@ class Pool:
             slot.region.touched_ns = now_ns
         self._touched_ns = now_ns
 
-    def victim(self, *, pass_saves: int = 0) -> Slot | None:
-        """The coldest slot that is not in use; those in use on the way are shelved. So many that
-        are being saved are passed by for one that is not.
+    def victim(self, spared: float = inf, *, pass_saves: int = 0) -> Slot | None:
+        """The coldest slot that is not in use, on which no other hangs, and that no command from
+        number `spared` on has used, nor anybody after those. What is met on the way is shelved:
+        what is in use until it is not, what others hang on until they go, what is spared until
+        `end_sparing`. So many that are being saved are passed by for one that is not.
         """
         passed: list[Slot] = []
         found: Slot | None = None
-        while (slot := self.policy.coldest()) is not None:
-            if slot.holds == slot.saves and (not slot.saves or len(passed) >= pass_saves):
+        policy = self.policy
+        while (slot := policy.coldest()) is not None:
+            free = slot.holds == slot.saves
+            if not free:
+                slot.marked = True
+            elif slot.children:
+                slot.marked = False
+                self.inner[slot] = slot.generation
+            elif slot.command >= spared:
+                self._spare(slot)
+            elif slot.touched_ns > self._spared_ns:
+                break
+            elif not slot.saves or len(passed) >= pass_saves:
                 found = slot
                 break
-            if slot.holds == slot.saves:
+            else:
                 passed.append(slot)
-            self.policy.shelve(slot)
-            slot.marked = True
+                slot.marked = True
+            policy.shelve(slot)
         if found is None:
             for slot in reversed(passed):
                 slot.marked = False
-                self.policy.unshelve(slot)
+                policy.unshelve(slot)
                 found = slot
-        return found
+        return found or self._inner_victim(spared)
+
+    def _inner_victim(self, spared: float) -> Slot | None:
+        """Nothing is left but what others hang on that may not go: the first met of those that may.
+        Else a reader of one block would keep all that come before it.
+        """
+        for slot, generation in list(self.inner.items()):
+            stale = slot.generation != generation or slot.state is not READY
+            if stale or slot.marked or slot in self.policy:
+                del self.inner[slot]
+                continue
+            older = slot.command < spared and slot.touched_ns <= self._spared_ns
+            if older and slot.holds == slot.saves:
+                return slot
+        return None
+
+    def _spare(self, slot: Slot) -> None:
+        self.spared[slot] = slot.generation
+        self._spared_ns = min(self._spared_ns, slot.touched_ns)
+
+    def end_sparing(self, now_ns: int) -> None:
+        """What was spared are candidates again, as warm as can be: it was used just now."""
+        spared, self.spared = self.spared, {}
+        self._spared_ns = inf
+        for slot, generation in spared.items():
+            stays = slot.generation == generation and slot.state is READY
+            if stays and not slot.marked and slot not in self.policy:
+                self.policy.touch((slot,), now_ns)
 
 
 def release_holds(slots: Iterable[Slot | None]) -> None:

@@ -98,9 +98,9 @@ class Reads:
                 release_holds(lease.slots)
                 return Acquired(0, False, lease.reasons[min(lease.reasons)])
             self._fetch_absent(lease, absent, request)
-        return self._grant(lease, now_ns)
+        return self._grant(lease, len(keys), now_ns)
 
-    def _grant(self, lease: ReadLease, now_ns: int) -> Acquired:
+    def _grant(self, lease: ReadLease, blocks: int, now_ns: int) -> Acquired:
         reason = lease.reasons[min(lease.reasons)] if lease.reasons else Reason.OK
         held = [slot for slot in lease.slots if slot is not None]
         nothing = not held and not lease.pending
@@ -108,7 +108,8 @@ class Reads:
             lease.ended = True
             release_holds(held)
             return Acquired(0, False, reason)
-        self.names.touch(held, now_ns)
+        tokens = blocks * lease.space.fingerprint.encoding.block_tokens
+        self.names.use(held, tokens, now_ns)
         if lease.kind is LeaseKind.VIEW:
             assert lease.session is not None
             lease.view_bytes = (len(held) + lease.pending) * lease.space.layout.block_bytes

@@ -23,6 +23,9 @@ class SlotState(enum.Enum):
     READY = "ready"
     DOOMED = "doomed"
 
+    # There is one of each; the hash of Enum is a function in Python, and moves are looked up often.
+    __hash__ = object.__hash__
+
 
 class SpaceState(enum.Enum):
     """State of a space. Ids are never reused, so CLOSED is final."""

@@ -134,6 +134,8 @@ class Writes:
         extents = lease.staging.extents
         length = space.layout.parts[lease.part].length
         offsets, taken = extents.take(length, len(wanted))
+        block_tokens = space.fingerprint.encoding.block_tokens
+        prompt_tokens = (before.blocks + len(chain)) * block_tokens
         reason = Reason.OK if len(offsets) == len(wanted) else Reason.STAGING_BUSY
         pool = space.pools[self.books.ingest.tier]
         assert pool is not None
@@ -148,6 +150,7 @@ class Writes:
                 depth = before.blocks + index
                 pool.begin(slot, space, chain[index], parent, depth, Fill(group))
                 slot.command = self.books.command
+                slot.prompt_tokens = prompt_tokens
                 space.index[chain[index]] = slot
                 group.fills[slot] = None
             assert slot.fill is not None

@@ -14,7 +14,14 @@ from kvstore.model.reasons import Reason
 
 
 class Entry(Protocol):
-    """A stored block as policies see it."""
+    """A stored block as policies see it.
+
+    uses, grade: a policy's own notes, which travel with the block from pool to pool; uses 0: it
+    came in anew.
+    """
+
+    uses: int
+    grade: int
 
     @property
     def key(self) -> bytes:
@@ -34,7 +41,11 @@ class Entry(Protocol):
 
     @property
     def touched_ns(self) -> int:
-        """Time of the last touch."""
+        """Time of the last use or touch; for `use`, of the one before."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the last prompt that had it, as far as that is known."""
 
 
 E = TypeVar("E", bound=Entry)
@@ -49,8 +60,13 @@ class EvictionPolicy(Protocol[E]):
     def insert(self, entries: Sequence[E], now_ns: int) -> None:
         """They became readable: candidates from now on."""
 
+    def use(self, entries: Sequence[E], now_ns: int) -> None:
+        """A reader asked for them. A shelved entry that is used is a candidate again."""
+
     def touch(self, entries: Sequence[E], now_ns: int) -> None:
-        """They were used. A shelved entry that is touched is a candidate again."""
+        """They are part of what is being written: to be kept warm, but asked for by nobody. A
+        shelved entry that is touched is a candidate again.
+        """
 
     def remove(self, entry: E) -> None:
         """It left the pool, or is no candidate any more. Idempotent."""
@@ -59,10 +75,10 @@ class EvictionPolicy(Protocol[E]):
         """Whom to evict next; None if there is no candidate."""
 
     def shelve(self, entry: E) -> None:
-        """The coldest is held by a reader: take it out, another is asked for."""
+        """The coldest may not go now: take it out, another is asked for."""
 
     def unshelve(self, entry: E) -> None:
-        """No reader holds it any more: a candidate again, at the cold end. Idempotent."""
+        """It may go now: a candidate again, at the cold end. Idempotent."""
 
     def admit(self, entry: E) -> bool:
         """Whether an evicted entry is worth a write to the archive below."""

@@ -31,6 +31,10 @@ class Lru(Generic[E]):
             order[entry] = None
             order.move_to_end(entry)
 
+    def use(self, entries: Sequence[E], now_ns: int) -> None:
+        """See `EvictionPolicy`."""
+        self.touch(entries, now_ns)
+
     def touch(self, entries: Sequence[E], now_ns: int) -> None:
         """See `EvictionPolicy`. One C loop unless an entry was shelved."""
         try:

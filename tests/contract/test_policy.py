@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.model.reasons import Reason
 from kvstore.policy.base import EvictionPolicy
+from kvstore.policy.hit_density import HitDensity
 from kvstore.policy.lru import Lru
 
 
@@ -22,10 +23,13 @@ class Block:
     depth: int = 0
     hits: int = 0
     touched_ns: int = 0
+    prompt_tokens: int = 0
+    uses: int = 0
+    grade: int = 0
 
 
 Policy = EvictionPolicy[Block]
-POLICIES: dict[str, Callable[[], Policy]] = {"lru": Lru}
+POLICIES: dict[str, Callable[[], Policy]] = {"lru": Lru, "hit_density": HitDensity}
 
 
 @pytest.fixture(params=POLICIES)

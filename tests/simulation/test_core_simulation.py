@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from kvstore.core.core import Core
+from kvstore.model.values import CoreLimits, TenantSpec, TierSpec
+from kvstore.policy.hit_density import HitDensity
 from kvstore.testing.simulation import Simulation
 from tests.simulation.planted import PLANTED
 
@@ -29,15 +32,28 @@ def simulate(seed: int, steps: int, core_type: type[Core] = Core) -> Simulation:
     return simulation
 
 
+class HitDensityCore(Core):
+    """With the other policy, which meets blocks in another order."""
+
+    def __init__(
+        self, tiers: Sequence[TierSpec], tenants: Sequence[TenantSpec], limits: CoreLimits
+    ) -> None:
+        super().__init__(tiers, tenants, limits, HitDensity)
+
+
+POLICIES = (Core, HitDensityCore)
+"""By turns, from seed to seed."""
+
+
 @pytest.mark.parametrize("seed", FAST_SEEDS)
 def test_seed(seed: int) -> None:
-    simulate(seed, FAST_STEPS)
+    simulate(seed, FAST_STEPS, POLICIES[seed % 2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SLOW_SEEDS)
 def test_long_seed(seed: int) -> None:
-    simulate(seed, SLOW_STEPS)
+    simulate(seed, SLOW_STEPS, POLICIES[seed % 2])
 
 
 def test_a_seed_is_the_same_every_time() -> None:

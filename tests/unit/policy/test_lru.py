@@ -16,6 +16,9 @@ class Block:
     depth: int = 0
     hits: int = 0
     touched_ns: int = 0
+    prompt_tokens: int = 0
+    uses: int = 0
+    grade: int = 0
 
 
 def order(lru: Lru[Block]) -> list[bytes]:
