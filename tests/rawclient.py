@@ -14,6 +14,7 @@ can be sent.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import time
@@ -174,6 +175,16 @@ class FdChannel:
             if reply.seq:
                 return reply
 
+    def bare(self, length: int) -> bytes:
+        """Bytes that follow a frame."""
+        data = bytearray()
+        while len(data) < length:
+            piece = self.sock.recv(length - len(data))
+            if not piece:
+                raise EOFError("the fd socket hung up")
+            data += piece
+        return bytes(data)
+
     def receive(self) -> tuple[fd_pb2.FdReply, list[int]]:
         frame, fds = recv_frame(self.sock)
         reply = fd_pb2.FdReply.FromString(frame)
@@ -218,6 +229,7 @@ class RawClient:
     ) -> None:
         self.data_socket = data_socket
         self.call_s = CALL_S
+        self.read_end = Reason.OK
         self.channel = channel(data_socket) if wire is None else wire
         self.stub = store_pb2_grpc.StoreStub(self.channel)
         self.regions: dict[int, Mapped] = {}
@@ -433,6 +445,39 @@ class RawClient:
             same = mapped.generation(place.slot) == place.generation
             rows.append(row if same else None)
         return rows
+
+    def read(self, leased: Leased) -> list[Bytes | None]:
+        """As `copy`, sent over the fd socket: a connection for each run of blocks. `read_end` is
+        why the last one ended.
+        """
+        rows: list[Bytes | None] = []
+        for there, places in itertools.groupby(leased.places, lambda place: bool(place.region)):
+            blocks = len(list(places))
+            if there:
+                rows += self._sent(leased, len(rows), blocks)
+            else:
+                rows += [None] * blocks
+        return rows
+
+    def _sent(self, leased: Leased, first: int, blocks: int) -> list[Bytes | None]:
+        width = leased.block_bytes
+        fetch = fd_pb2.FdFetch(
+            session=self.secret, lease_id=leased.lease_id, first=first, blocks=blocks, length=width
+        )
+        wire = FdChannel(self.data_socket)
+        try:
+            reply, _ = wire.ask(fetch=fetch)
+            data = bytearray()
+            while reply.piece.length:
+                assert (reply.piece.block, reply.piece.offset) == divmod(len(data), width)
+                data += wire.bare(reply.piece.length)
+                reply, _ = wire.receive()
+        finally:
+            wire.close()
+        self.read_end = reason(reply.reason)
+        # What was sent counts as far as the last frame says.
+        rows = np.frombuffer(bytes(data[: reply.piece.block * width]), np.uint8).reshape(-1, width)
+        return [*rows, *[None] * (blocks - len(rows))]
 
     def get(self, space: int, keys: Sequence[bytes], **more: Any) -> list[Bytes | None]:
         """Acquires, copies, verifies, releases."""

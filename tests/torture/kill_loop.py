@@ -186,7 +186,7 @@ class _Life:
         if not whole:
             recent = [prompt for worker in self._workers for prompt in worker.recent]
             prompts = [*recent, *rng.sample(prompts, min(SAMPLE, len(prompts)))]
-        with Client(self.kept.daemon, self.kept.oracle) as client:
+        with Client(self.kept.daemon, self.kept.oracle, sent=True) as client:
             self.kept.check(client, prompts)
             for worker in self._workers:
                 worker.check_epochs(client)
@@ -240,7 +240,7 @@ class _Worker:
         self.recent = []
         self._seen = dict.fromkeys(EVICTIONS, 0.0)
         try:
-            with Client(daemon, self._oracle) as client:
+            with Client(daemon, self._oracle, sent=True) as client:
                 # What had no answer may have closed a model that this worker still has.
                 if self._raising is not None:
                     self._raise(client, self._raising)
