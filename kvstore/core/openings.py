@@ -6,6 +6,8 @@ the space at once; its id is never given again.
 
 from __future__ import annotations
 
+import contextlib
+
 from kvstore.core.books import Books
 from kvstore.core.leases import GroupKey, Session
 from kvstore.core.moves import Moves
@@ -152,13 +154,14 @@ class Openings:
 
     def restore(self, space_id: int, tenant: str, fingerprint: Fingerprint) -> None:
         """A space of an earlier run whose blocks an archive may hold. Not that of a tenant that is
-        gone, nor one that an epoch has closed.
+        gone, nor one that an epoch has closed, nor one with a layout that is refused by now.
         """
         self.books.skip_ids("space", space_id)
         identity = fingerprint.identity
         stale = identity.weight_epoch < self.floors.get(identity.model_name, 0)
         if tenant in self.books.tenants and not stale and self.books.archives:
-            self._add(space_id, tenant, b"", fingerprint, layout_of(fingerprint), 0)
+            with contextlib.suppress(BadRequest):
+                self._add(space_id, tenant, b"", fingerprint, layout_of(fingerprint), 0)
 
     def restore_bound(self, bound: int) -> None:
         """Space ids up to this one may have been given by earlier runs."""

@@ -27,6 +27,10 @@ __all__ = [
 
 SLOT_ALIGN_BYTES = 4_096
 """Slots are page-aligned: arena pages are the buffers of direct I/O."""
+PARTS_MAX = 4_096
+"""Of a block. A stranger's offer decides how long the list of them is."""
+BLOCK_BYTES_MAX = 1 << 40
+"""No memory takes such a block, and its size still fits into every number that carries it."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,8 @@ def layout_of(fingerprint: Fingerprint) -> Layout:
 
     Sizes: 2 * layers * kv_heads * head_size elements a token, or layers * (kv_latent_size +
     rope_size) for MLA. BadRequest, naming the field: layers or KV heads that the ranks do not
-    divide evenly, context parallelism, a codec (its sizes vary).
+    divide evenly, context parallelism, a codec (its sizes vary), more than PARTS_MAX parts or
+    BLOCK_BYTES_MAX bytes.
     """
     geometry, encoding, placement = (
         fingerprint.geometry,
@@ -184,13 +189,15 @@ def layout_of(fingerprint: Fingerprint) -> Layout:
         row_shape = (heads, encoding.block_tokens, geometry.head_size)
         part_elements = 2 * layers * heads * encoding.block_tokens * geometry.head_size
     length = part_elements * itemsize
+    block_bytes = length * stages * shards
+    if block_bytes > BLOCK_BYTES_MAX:
+        raise _refused("geometry.layers", f"a block of {block_bytes} bytes is more than 1 TiB")
     parts = tuple(
         Part(index, index * length, length, stage * layers, layers, shard * heads, heads)
         for index, (stage, shard) in enumerate(
             (stage, shard) for stage in range(stages) for shard in range(shards)
         )
     )
-    block_bytes = length * len(parts)
     return Layout(
         kv_dtype=encoding.kv_dtype,
         element_order=encoding.element_order,
@@ -223,6 +230,11 @@ def _head_shards(geometry: Geometry, placement: Placement) -> int:
         raise _refused(
             "placement.tensor_parallel",
             f"{heads} KV heads do not divide evenly over {ranks} ranks, nor ranks over heads",
+        )
+    if shards * placement.pipeline_parallel > PARTS_MAX:
+        raise _refused(
+            "placement.tensor_parallel",
+            f"a block of {shards} x {placement.pipeline_parallel} parts has more than {PARTS_MAX}",
         )
     return shards
 

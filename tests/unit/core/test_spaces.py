@@ -447,6 +447,25 @@ def test_spaces_keep_their_ids_where_an_archive_keeps_their_blocks() -> None:
     assert after.space(session, revision="r2") > closed, "ids are never used twice"
 
 
+def test_a_space_whose_layout_is_refused_by_now_stops_no_start() -> None:
+    before = Bench(disk=True)
+    session = before.session()
+    kept, refused = before.space(session), before.space(session, revision="r2")
+    stored = rows(before)
+    other = [
+        (table, key, value.replace(b'"tensor_parallel": 1', b'"tensor_parallel": 3'))
+        if key == b"%d" % refused
+        else (table, key, value)
+        for table, key, value in stored
+    ]
+    assert other != stored
+    after = Bench(disk=True)
+    after.core.restore(other)
+    session = after.session()
+    assert after.space(session) == kept
+    assert after.space(session, revision="r2") > refused
+
+
 def test_an_epoch_closes_spaces_of_earlier_runs_too() -> None:
     before = Bench(disk=True)
     before.space(before.session())

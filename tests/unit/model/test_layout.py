@@ -16,7 +16,7 @@ from kvstore.model.fingerprint import (
     Identity,
     Placement,
 )
-from kvstore.model.layout import Layout, layout_of
+from kvstore.model.layout import PARTS_MAX, Layout, layout_of
 from kvstore.model.reasons import BadRequest, Reason
 
 IDENTITY = Identity("m", "r", config_digest="c")
@@ -163,6 +163,12 @@ def test_pieces_of_mla() -> None:
         ({"layers": 1, "pp": 2}, "placement.pipeline_parallel"),
         ({"cp": 2}, "placement.context_parallel"),
         ({"codec": "zstd"}, "encoding.codec"),
+        # At once: sixteen million parts would hold up the daemon's one loop for minutes.
+        (
+            {"layers": 4_096, "kv_heads": 4_096, "tp": 4_096, "pp": 4_096},
+            "placement.tensor_parallel",
+        ),
+        ({"layers": 65_536, "kv_heads": 65_536, "tp": 4_096}, "geometry.layers"),
     ],
     ids=str,
 )
@@ -170,6 +176,12 @@ def test_what_has_no_layout_is_refused_by_field(options: dict[str, Any], field: 
     error = refused(heads, **options)
     assert error.setting == field
     assert error.reason is Reason.NOT_SUPPORTED
+
+
+def test_as_many_parts_as_are_allowed() -> None:
+    layout = heads(layers=64, kv_heads=64, tp=64, pp=64)
+    assert len(layout.parts) == PARTS_MAX
+    assert layout.block_bytes == PARTS_MAX * layout.part_bytes
 
 
 def test_an_engines_own_order_has_parts_but_no_pieces() -> None:
