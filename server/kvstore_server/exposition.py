@@ -253,7 +253,11 @@ def _of_core(core: CoreStats) -> Iterator[Metric]:
     leases = {"copy": core.read_leases, "view": core.view_leases, "write": core.write_leases}
     yield _gauge("leases", "Leases held.", [({"kind": kind}, n) for kind, n in leases.items()])
     spaces = {"open": core.spaces_open, "held": core.spaces_held}
-    yield _gauge("spaces", "Spaces.", [({"state": state}, n) for state, n in spaces.items()])
+    yield _gauge(
+        "spaces",
+        "Fingerprints in use, or held for review.",
+        [({"state": state}, n) for state, n in spaces.items()],
+    )
     yield _gauge("sessions", "Clients attached.", [({}, core.sessions)])
     yield _gauge("pins", "Operators' pins.", [({}, core.pins)])
     yield _gauge("reviews_held", "Fingerprints that wait for review.", [({}, core.reviews_held)])
