@@ -129,6 +129,7 @@ class LmdbIndex:
         # its pages written over: what the file holds is made certain before it is written again.
         self._unsure = True
         self._touched_bytes = 0
+        self._file: os.stat_result | None = None  # what lies under the name, once it is opened
         self._bad: dict[tuple[bytes, bytes], None] = {}
         self._rows = 0
         self._used_bytes = 0
@@ -144,6 +145,7 @@ class LmdbIndex:
                 self._compact()
                 self._spare.make()
                 self._used_bytes = self._measure()
+                self._file = os.lstat(self._path)
         except BaseException:
             self.close()
             raise
@@ -186,6 +188,7 @@ class LmdbIndex:
             try:
                 with self._errors():
                     self._write_with_spare(change)
+                    self._check_name()
             except Unusable as reason:
                 raise OSError(errno.EIO, f"the index is {reason}", self._path) from reason
             self._bad.clear()
@@ -248,6 +251,15 @@ class LmdbIndex:
             self._rows = transaction.stat(self._tables[ROWS])["entries"]
         self._used_bytes = self._measure()
 
+    def _check_name(self) -> None:
+        """A file that was removed takes commits without complaint until it is closed; nobody would
+        find them. OSError if it was.
+        """
+        if self._file is None or os.path.samestat(os.lstat(self._path), self._file):
+            return
+        self._close_env()
+        raise FileNotFoundError(errno.ENOENT, "the index was replaced", self._path)
+
     def _compact(self) -> None:
         """LMDB's file never shrinks: after slots became fewer it would keep its largest size."""
         if self._used_bytes < max(_COMPACT_BYTES_MIN, 2 * index_bytes(self._rows)):
@@ -276,6 +288,7 @@ class LmdbIndex:
         if self._closed or os.getpid() != self._pid:
             raise OSError(errno.EBADF, "the index is closed here", self._path)
         if self._env is None:
+            self._check_name()
             if reason := probe.strange(self._folder) or probe.short(self._folder):
                 raise Unusable(reason)
             env = self._env = self._open(self._folder)

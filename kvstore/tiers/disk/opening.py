@@ -72,7 +72,9 @@ class Folder(Protocol):
         ...
 
     def is_there(self) -> bool:
-        """Whether what was opened still lies under its name. OSError: it cannot be asked."""
+        """Whether what was opened, index and segments too, still lies under its name. OSError: it
+        cannot be asked.
+        """
         ...
 
     def set_aside(self, reason: str) -> None:
@@ -105,6 +107,7 @@ class DiskFolder:
         now, `open` says so, and may succeed later.
         """
         self.path = path
+        self._opened: dict[str, os.stat_result] = {}
         try:
             self._lock_fd = _lock(path)
         except BlockingIOError:
@@ -135,12 +138,18 @@ class DiskFolder:
             self.set_aside(reason)
             self._make()
             index = LmdbIndex(self._of(INDEX_FOLDER))
+        data = os.path.join(self._of(INDEX_FOLDER), DATA_FILE)
+        self._opened = {path: os.lstat(path) for path in (segments, data)}
         return Opened(index, SegmentFiles(segments), reason)
 
     def is_there(self) -> bool:
         try:
-            return self._holds_lock() and os.path.exists(self._of(FORMAT_FILE))
-        except FileNotFoundError:
+            return (
+                self._holds_lock()
+                and os.path.exists(self._of(FORMAT_FILE))
+                and all(os.path.samestat(os.lstat(p), was) for p, was in self._opened.items())
+            )
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
     def set_aside(self, reason: str) -> None:

@@ -309,7 +309,7 @@ class DiskTier:
         except OSError:
             there = True  # the device does not answer: no reason to leave it
         if not there:
-            self._abandon("the folder was removed")
+            self._abandon("the folder, its index or its segments were removed")
             return
         with self._writing:
             writer, volume, now_ns = self._writer, self.volume, self.clock.monotonic_ns()

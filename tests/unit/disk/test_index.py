@@ -390,6 +390,30 @@ def test_a_file_system_without_room_is_enospc_and_removal_gives_room(tiny_disk: 
     index.close()
 
 
+@pytest.mark.parametrize("how", ["removed", "replaced", "folder"])
+@pytest.mark.parametrize("unmapped", [False, True])
+def test_nothing_is_acknowledged_into_a_file_that_nobody_would_find(
+    folder: Path, data: Path, how: str, unmapped: bool
+) -> None:
+    make(folder)
+    older = folder.with_name("older")
+    older.write_bytes(data.read_bytes())
+    index = LmdbIndex(str(folder))
+    index.commit(meta={"a": b"1"})
+    if unmapped:
+        assert len(rows(index)) == 300
+    if how == "folder":
+        folder.rename(folder.with_name("moved"))
+    elif how == "replaced":
+        older.rename(data)
+    else:
+        data.unlink()
+    for _ in range(3):
+        with pytest.raises(OSError, match=r"No such file|replaced"):
+            index.commit(meta={"b": b"2"})
+    index.close()
+
+
 def test_a_folder_that_went_is_an_os_error(folder: Path) -> None:
     index = LmdbIndex(str(folder))
     index.commit(add_segments=[Segment(0, 8192, SLOTS, TENANT)])

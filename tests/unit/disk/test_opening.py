@@ -294,6 +294,27 @@ def test_a_folder_that_was_exchanged_is_noticed(tmp_path: Path) -> None:
     assert not folder.is_there()
 
 
+@pytest.mark.parametrize("name", ["index/data.mdb", "index", "segments", "FORMAT", "lock"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_goes_out_of_a_folder_is_noticed(tmp_path: Path, name: str, replaced: bool) -> None:
+    path = tmp_path / "disk"
+    folder = DiskFolder(str(path))
+    fill(folder)
+    assert folder.is_there()
+    if name == "FORMAT" and replaced:
+        return  # what it says is read when a folder is opened
+    (path / name).rename(tmp_path / "moved")
+    if replaced and (tmp_path / "moved").is_dir():
+        shutil.copytree(tmp_path / "moved", path / name)
+    elif replaced:
+        shutil.copyfile(tmp_path / "moved", path / name)
+    assert not folder.is_there()
+    again = folder.open()
+    assert folder.is_there()
+    again.index.close()
+    again.files.close()
+
+
 def test_bytes_of_a_tree_are_those_on_the_device(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "whole").write_bytes(bytes(1 << 20))
