@@ -31,17 +31,23 @@ class Metrics:
         cell.observe(max(0.0, seconds))
 
     def lookup(
-        self, tenant: str, asked_tokens: int, hit_tokens: int, reason: Reason, tier: str
+        self,
+        tenant: str,
+        asked_tokens: int,
+        hit_tokens: int,
+        declined_tokens: int,
+        reason: Reason,
+        tier: str,
     ) -> None:
-        """A lookup asked for `asked_tokens` and found `hit_tokens`, of which none are to be loaded
-        if it was declined."""
+        """A lookup asked for `asked_tokens` and found `hit_tokens` that are worth loading, the
+        slowest of them in `tier`, and `declined_tokens` that are not."""
         counts = self._counts
         result = result_of(reason)
         counts.lookups[tenant, result] += 1
         counts.lookup_tokens[tenant] += asked_tokens
-        if result == "declined":
-            counts.declined_tokens[tenant] += hit_tokens
-        elif hit_tokens:
+        if declined_tokens:
+            counts.declined_tokens[tenant] += declined_tokens
+        if hit_tokens:
             counts.hit_tokens[tenant, tier] += hit_tokens
 
     def planned(self, plan: Plan) -> None:

@@ -146,19 +146,25 @@ class ReadCalls:
         return advice._replace(load_blocks=load_blocks)
 
     def _note(self, call: Call, groups: Sequence[GroupPresence], tokens: int, advice: Plan) -> None:
+        hit_tokens = 0
         if not tokens:
             if call.reason is Reason.OK:
                 call.reason = Reason.NOTHING_TO_DO
         else:
             declined = advice.reason is Reason.DECLINED_RECOMPUTE_FASTER
             call.reason = advice.reason if declined else Reason.HIT
-            runs = [run for group in groups for run in runs_of(_needed(group, tokens))]
+            # A plan may load the part that is fast to load, and leave what only a slow tier has.
+            hit_tokens = min(advice.load_blocks * groups[0].block_tokens, tokens)
+            used = hit_tokens or tokens
+            runs = [run for group in groups for run in runs_of(_needed(group, used))]
             slowest = max((tier for tier, _ in runs), default=0)
             call.tier = self._store.tiers[slowest].name
         asked = len(groups[0].codes) * groups[0].block_tokens
         call.record.count("tokens", asked, tokens)
         call.record.planned(advice)
-        self._boundary.metrics.lookup(self._tenant, asked, tokens, call.reason, call.tier)
+        self._boundary.metrics.lookup(
+            self._tenant, asked, hit_tokens, tokens - hit_tokens, call.reason, call.tier
+        )
         self._boundary.metrics.planned(advice)
 
     # ------------------------------------------------------------------ leases

@@ -70,7 +70,7 @@ def _busy(seed: int = 5) -> Metrics:
         op = rng.choice(["lookup", "acquire", "release"])
         metrics.request(op, reason, rng.choice(["", "host"]), rng.expovariate(100))
         asked = rng.randrange(100)
-        metrics.lookup("default", asked, rng.randrange(asked + 1), reason, "host")
+        metrics.lookup("default", asked, rng.randrange(asked + 1), 0, reason, "host")
         metrics.loaded(
             "default", reason, length_bytes=10, tokens=16, copy_s=0.001, prefill_saved_s=0.5
         )
@@ -142,10 +142,10 @@ def test_histograms_are_cumulative_and_agree_with_the_reasons() -> None:
 
 def test_hit_declined_and_missed_tokens_are_told_apart() -> None:
     metrics = Metrics()
-    metrics.lookup("a", 100, 64, Reason.HIT, "host")
-    metrics.lookup("a", 100, 32, Reason.DECLINED_RECOMPUTE_FASTER, "disk")
-    metrics.lookup("a", 100, 0, Reason.MISS_NEVER_STORED, "")
-    metrics.lookup("b", 10, 10, Reason.HIT, "disk")
+    metrics.lookup("a", 100, 64, 0, Reason.HIT, "host")
+    metrics.lookup("a", 100, 0, 32, Reason.DECLINED_RECOMPUTE_FASTER, "disk")
+    metrics.lookup("a", 100, 0, 0, Reason.MISS_NEVER_STORED, "")
+    metrics.lookup("b", 10, 10, 0, Reason.HIT, "disk")
     assert (metrics.lookup_tokens("a"), metrics.hit_tokens("a")) == (300, 64)
     flat, a, b = metrics.flat(), tenant_label("a"), tenant_label("b")
     assert flat[f'kvstore_hit_tokens_total{{tenant="{a}",tier="host"}}'] == 64
@@ -188,7 +188,7 @@ def test_plans_are_summed_by_what_they_advise_where_something_was_weighed() -> N
 def test_a_tenant_is_shown_by_a_digest_that_a_shell_can_make() -> None:
     metrics = _busy()
     name = "secret-customer"
-    metrics.lookup(name, 10, 5, Reason.HIT, "host")
+    metrics.lookup(name, 10, 5, 0, Reason.HIT, "host")
     metrics.loaded(name, Reason.OK, length_bytes=1, tokens=1, copy_s=0.1, prefill_saved_s=1)
     core = dataclasses.replace(CORE, tenants=(TenantStats(name, 1, 2, 3, 4),))
     store = dataclasses.replace(STORE, core=core)

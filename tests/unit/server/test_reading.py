@@ -1,0 +1,71 @@
+"""What a look-up counts: of a hit, the part that its plan loads, and from where."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvstore.model.cost import PrefillCost
+from kvstore.model.hits import GroupPresence, HitRule
+from kvstore.model.reasons import Reason
+from kvstore.model.record import RecordBuilder
+from kvstore.policy.links import Link
+from kvstore.policy.plan import plan, runs_of
+from kvstore_server.boundary import Call
+from kvstore_server.metrics import Metrics
+from kvstore_server.reading import ReadCalls
+
+BLOCK_TOKENS, BLOCK_BYTES = 16, 1 << 20
+CODES = bytes([1] * 6 + [2] * 2)
+"""Six blocks in memory, two on disk."""
+TOKENS = len(CODES) * BLOCK_TOKENS
+COST = PrefillCost(100.0, 0.0)
+
+
+def looked_up(disk_bytes_per_second: float, cost: PrefillCost | None) -> tuple[Metrics, Call]:
+    """A look-up that found all of `CODES`, weighed and counted."""
+    metrics = Metrics()
+    tiers = [SimpleNamespace(name="host"), SimpleNamespace(name="disk")]
+    links = [
+        Link("host", bytes_per_second=1e11),
+        Link("disk", bytes_per_second=disk_bytes_per_second),
+    ]
+    reads = ReadCalls(
+        cast(Any, SimpleNamespace(tiers=tiers)),
+        cast(Any, SimpleNamespace(metrics=metrics)),
+        cast(Any, None),
+        "default",
+    )
+    call = Call(0, RecordBuilder("lookup", "", "default", 0, 0.0), cast(Any, None))
+    advice = plan(runs_of(CODES), BLOCK_TOKENS, BLOCK_BYTES, links, cost, TOKENS)
+    presence = GroupPresence(CODES, BLOCK_TOKENS, HitRule.PREFIX, 0)
+    reads._note(call, [presence], TOKENS, advice)
+    return metrics, call
+
+
+@pytest.mark.parametrize(
+    ("disk_bytes_per_second", "cost", "hit", "declined", "tier"),
+    [
+        pytest.param(1e11, COST, TOKENS, 0, "disk", id="all is fast"),
+        pytest.param(1e6, COST, 6 * BLOCK_TOKENS, 2 * BLOCK_TOKENS, "host", id="a slow disk"),
+        pytest.param(1e6, None, TOKENS, 0, "disk", id="nothing is weighed"),
+    ],
+)
+def test_only_what_is_worth_loading_is_a_hit(
+    disk_bytes_per_second: float, cost: PrefillCost | None, hit: int, declined: int, tier: str
+) -> None:
+    metrics, call = looked_up(disk_bytes_per_second, cost)
+    flat = metrics.flat()
+    assert (call.reason, call.tier) == (Reason.HIT, tier)
+    assert metrics.hit_tokens("default") == hit
+    assert flat[f'kvstore_hit_tokens_total{{tenant="default",tier="{tier}"}}'] == hit
+    assert flat.get('kvstore_declined_tokens_total{tenant="default"}', 0) == declined
+
+
+def test_a_hit_that_is_declined_is_none() -> None:
+    metrics, call = looked_up(1e11, PrefillCost(1e-6, 0.0))
+    assert call.reason is Reason.DECLINED_RECOMPUTE_FASTER
+    assert metrics.hit_tokens("default") == 0
+    assert metrics.flat()['kvstore_declined_tokens_total{tenant="default"}'] == TOKENS
