@@ -46,7 +46,10 @@ def ks(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def p_value(statistic: float, first: int, second: int) -> float:
-    """How likely so large a statistic is where there is no difference, for large samples."""
+    """How likely so large a statistic is where there is no difference: the limit for large samples
+    with Stephens's correction (Journal of the Royal Statistical Society B 32, 1970), good from
+    about eight of each on.
+    """
     size = np.sqrt(first * second / (first + second))
     terms = np.arange(1, 101)
     argument = (size + 0.12 + 0.11 / size) * statistic
@@ -61,13 +64,13 @@ def audit(job: Job, daemon: Daemon, outcome: Outcome) -> None:
         RawClient(daemon.data_sockets["a"]) as a,
         RawClient(daemon.data_sockets["b"]) as b,
     ):
-        theirs = [_put(a, job.rng, "a") for _ in range(PROMPTS)]
-        own = [_put(b, job.rng, "b") for _ in range(PROMPTS)]
+        theirs = [put(a, job.rng, "a") for _ in range(PROMPTS)]
+        own = [put(b, job.rng, "b") for _ in range(PROMPTS)]
         # As many and as old as the others: what is asked for the first time takes longer.
         never = [[job.rng.randbytes(32) for _ in range(BLOCKS)] for _ in range(PROMPTS)]
         prompts = {"own": own, "foreign": theirs, "never": never}
         space = b.open(MODEL).space_id
-        for name, timed in _calls(b, space).items():
+        for name, timed in calls(b, space).items():
             leaks: list[float] = []
             seen: list[float] = []
             for _ in range(TURNS):
@@ -88,14 +91,15 @@ def audit(job: Job, daemon: Daemon, outcome: Outcome) -> None:
                 outcome.failed.append(f"{name}: time does not even tell own keys: {seen}")
 
 
-def _put(client: RawClient, rng: random.Random, tenant: str) -> list[bytes]:
-    prompt = Prompt(MODEL, rng.randrange(1 << 30), BLOCKS, tenant=tenant)
+def put(client: RawClient, rng: random.Random, tenant: str, blocks: int = BLOCKS) -> list[bytes]:
+    """Stores a prompt by chance; its keys."""
+    prompt = Prompt(MODEL, rng.randrange(1 << 30), blocks, tenant=tenant)
     client.put(client.open(MODEL).space_id, prompt.keys, prompt.rows())
     return list(prompt.keys)
 
 
-def _calls(client: RawClient, space: int) -> dict[str, Timed]:
-    """What is leased ends by itself: a release would be timed, too."""
+def calls(client: RawClient, space: int) -> dict[str, Timed]:
+    """What is timed, by name. What is leased ends by itself: a release would be timed, too."""
 
     def acquire(keys: list[bytes]) -> None:
         packed = b"".join(keys)

@@ -1,0 +1,1 @@
+"""Audits of the real daemon by measurement, run by hand: `python -m tests.audit.timing`."""
