@@ -171,6 +171,17 @@ def test_without_the_setting_the_daemon_refuses_such_a_folder(folder: Path) -> N
     assert "server.trust_folder_writers" in told
 
 
+def test_blocks_cannot_lie_in_such_a_folder_even_with_the_setting(folder: Path) -> None:
+    """As troubleshooting.md says: an emptyDir is no place for the disk tier or the ledger."""
+    config, uid, gid, fs_group = sidecar()
+    volume = fresh_volume(folder, 0o2777, fs_group)
+    daemon = contained(folder, uid, gid, "--groups", fs_group)
+    for setting in ("disk.path", "state.path"):
+        told = refused(serve(folder, config, daemon, **{setting: str(volume / "data")}))
+        assert setting in told
+        assert "everybody may" in told
+
+
 # ---------------------------------------------------------------- one a node
 
 
