@@ -83,10 +83,17 @@ def print_status(stats: pb.StatsReply) -> None:
     click.echo()
     show.columns(TIER_HEADERS, [tier_row(tier) for tier in stats.tiers], left=2)
     click.echo()
+    if archives := archive_rows(stats):
+        show.columns(ARCHIVE_HEADERS, archives)
+        click.echo()
     show.columns(TENANT_HEADERS, [tenant_row(tenant) for tenant in stats.tenants])
 
 
 TIER_HEADERS = ("tier", "state", "used", "of", "share", "blocks", "bytes", "staging", "evicted")
+ARCHIVE_HEADERS = (
+    "archive", "slots", "free", "age at eviction", "written in 24 h", "budget", "share",
+    "set aside",
+)  # fmt: skip
 TENANT_HEADERS = ("tenant", "used", "quota", "blocks", "looked up", "hit", "hit share")
 
 
@@ -102,6 +109,35 @@ def tier_row(tier: pb.TierStats) -> tuple[str, ...]:
         show.size(tier.staging_bytes),
         f"{tier.evictions:,}",
     )
+
+
+def archive_rows(stats: pb.StatsReply) -> list[tuple[str, ...]]:
+    """Of the tiers whose blocks outlive the daemon: the figures that only those have."""
+    rows: list[tuple[str, ...]] = []
+    for tier in stats.tiers:
+        of = {
+            name: stats.counters.get(f"kvstore_{tier.name}_{name}", 0.0)
+            for name in (
+                "slots", "eviction_age_seconds", "written_day_bytes", "endurance_day_bytes",
+                "aside_bytes",
+            )
+        }  # fmt: skip
+        if f"kvstore_{tier.name}_written_day_bytes" not in stats.counters:
+            continue
+        age_s, budget = of["eviction_age_seconds"], of["endurance_day_bytes"]
+        rows.append(
+            (
+                tier.name,
+                f"{of['slots']:,.0f}",
+                f"{tier.free_slots:,}",
+                show.seconds(age_s) if age_s else "-",
+                show.size(of["written_day_bytes"]),
+                show.size(budget) if budget else "no limit",
+                show.share(of["written_day_bytes"], budget),
+                show.size(of["aside_bytes"]),
+            )
+        )
+    return rows
 
 
 def tenant_row(tenant: pb.TenantStats) -> tuple[str, ...]:

@@ -13,8 +13,10 @@ from kvstore.cli import show
 from kvstore.cli.arguments import Number
 from kvstore.cli.connect import Daemon, daemon_options
 from kvstore.cli.status import (
+    ARCHIVE_HEADERS,
     TENANT_HEADERS,
     TIER_HEADERS,
+    archive_rows,
     as_fields,
     print_status,
     tenant_row,
@@ -112,11 +114,13 @@ def frame(before: pb.StatsReply, after: pb.StatsReply) -> Group:
     )
     elapsed_s = max(after.uptime_s - before.uptime_s, 1e-9)
     moved = rates(before.counters, after.counters, elapsed_s)[:COUNTERS_SHOWN_MAX]
+    archives = archive_rows(after)
     return Group(
         head,
         Text(),
         table(TIER_HEADERS, [tier_row(tier) for tier in after.tiers], 2),
         Text(),
+        *((table(ARCHIVE_HEADERS, archives, 1), Text()) if archives else ()),
         table(TENANT_HEADERS, [tenant_row(tenant) for tenant in after.tenants], 1),
         Text(),
         table(("counter", "a second"), [(name, f"{rate:,.1f}") for name, rate in moved], 1),

@@ -189,6 +189,46 @@ def test_status(ask: Run, admin: FakeAdmin) -> None:
     assert (fields["sessions"], fields["read_leases"], fields["spaces_held"]) == (2, 3, 1)
 
 
+def archived() -> pb.StatsReply:
+    """A daemon with a disk tier that wrote most of what it may."""
+    reply = stats()
+    reply.tiers.add(
+        name="disk", state="ok", capacity_bytes=64 * GIB, used_bytes=GIB, blocks=900, free_slots=100
+    )
+    for name, value in (
+        ("slots", 1_000),
+        ("eviction_age_seconds", 7_500),
+        ("written_day_bytes", 90 * GIB),
+        ("endurance_day_bytes", 120 * GIB),
+        ("aside_bytes", 3 * GIB),
+    ):
+        reply.counters[f"kvstore_disk_{name}"] = value
+    return reply
+
+
+def test_an_archive_shows_slots_ages_and_writes_against_their_budget(
+    ask: Run, admin: FakeAdmin
+) -> None:
+    from rich.console import Console
+
+    from kvstore.cli.top import frame
+
+    admin.replies["Stats"] = archived()
+    wanted = "disk 1,000 100 2 h 5 min 90 GiB 120 GiB 75.0 % 3 GiB"
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(frame(stats(), archived()))
+    for text in (
+        ask("status").output,
+        ask("top", "--once").output,
+        console.export_text(),
+    ):
+        assert wanted in [" ".join(line.split()) for line in text.splitlines()]
+    admin.replies["Stats"].counters["kvstore_disk_endurance_day_bytes"] = 0
+    assert "no limit" in ask("status").output
+    admin.replies["Stats"] = stats()
+    assert "archive" not in ask("status").output
+
+
 def test_top_once(ask: Run, admin: FakeAdmin) -> None:
     admin.replies["Stats"] = stats()
     assert "host" in ask("top", "--once").output
