@@ -160,9 +160,10 @@ class Spaces:
         """
         best: tuple[Space, tuple[Difference, ...]] | None = None
         for space in self.of_tenant(tenant):
-            if space.state is not OPEN or space.fingerprint == fingerprint:
-                continue
+            # The key first: fingerprints of a thousand spaces take a millisecond to compare.
             if key is not None and key not in space.index:
+                continue
+            if space.state is not OPEN or space.fingerprint == fingerprint:
                 continue
             differences = space.fingerprint.differences(fingerprint)
             if best is None or len(differences) < len(best[1]):

@@ -50,6 +50,28 @@ def test_explaining_an_offer_opens_nothing() -> None:
     assert bench.core.explain_offer("a", b"engine", fingerprint()).space_id == space
 
 
+def test_only_spaces_that_hold_a_key_are_compared_for_it() -> None:
+    compared = []
+
+    class Counted(Fingerprint):
+        def __eq__(self, other: object) -> bool:
+            compared.append(self)
+            return super().__eq__(other)
+
+        __hash__ = Fingerprint.__hash__
+
+    bench = Bench()
+    session = bench.session()
+    first, second, _ = (bench.space(session, revision=f"r{n}") for n in range(3))
+    bench.put(session, second, keys(1))
+    for space in bench.core.books.spaces:
+        f = space.fingerprint
+        space.fingerprint = Counted(f.identity, f.geometry, f.encoding, f.placement)
+    found = bench.core.explain("a", first, keys(1)[0], bench.now_ns)
+    assert (found.reason, found.detail) == (Reason.MISS_INCOMPATIBLE, f"held by space {second}")
+    assert [f.identity.weights_revision for f in compared] == ["r1"], "of three spaces"
+
+
 def test_a_layout_that_does_not_work_is_refused_with_its_field() -> None:
     bench = Bench()
     refused = bench.open(bench.session(), fingerprint(ranks=3))
