@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -19,18 +20,34 @@ from kvstore.model.fingerprint import (
     Identity,
     attention_kind,
 )
-from kvstore.model.reasons import Reason
+from kvstore.model.reasons import BadRequest, Reason
 from kvstore.wire.v1 import admin_pb2 as pb
 
 if TYPE_CHECKING:
     from kvstore_client import Client
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 BLOCK_TOKENS = 16
 LAYERS = 16
 
 
+def _file(option: str, text: str) -> Callable[[F], F]:
+    """An option of one file; "" without it, which the client refuses over TCP by its name."""
+    return click.option(option, default="", metavar="FILE", help=text)
+
+
 @click.command(short_help="Measure put, get and lookup.")
-@click.option("--socket", "data_socket", metavar="FILE", help="The data socket to measure.")
+@click.option(
+    "--socket",
+    "data_socket",
+    metavar="FILE",
+    help="The data socket to measure, or tcp://HOST:PORT with the four files below.",
+)
+@_file("--tls-ca-file", "Over TCP: authorities of the daemon's certificate.")
+@_file("--tls-cert-file", "Over TCP: this client's certificate.")
+@_file("--tls-key-file", "Over TCP: its private key.")
+@_file("--token-file", "Over TCP: a token of the same tenant.")
 @click.option(
     "--blocks", type=click.IntRange(1, 4_096), default=64, show_default=True, help="A round."
 )
@@ -44,17 +61,30 @@ LAYERS = 16
 @click.option("--rounds", type=click.IntRange(1, 1_000), default=5, show_default=True)
 @daemon_options
 def command(
-    daemon: Daemon, data_socket: str | None, blocks: int, block_kib: int, rounds: int
+    daemon: Daemon,
+    data_socket: str | None,
+    blocks: int,
+    block_kib: int,
+    rounds: int,
+    **tls_files: str,
 ) -> None:
     """Put, look up and get blocks of random bytes, and compare with a memory copy.
 
     It stores under a model name of its own and drops it at the end. It takes room from what is
     cached: --blocks times --block-kib times --rounds.
     """
-    from kvstore_client import Client
+    from kvstore_client import Client, ClientConfig
+    from kvstore_client.tcp import opener, tcp_address
 
-    _, _, path = socket_paths(daemon.runtime_dir, None, data_socket)
-    check_socket(path, "--socket")
+    config = ClientConfig(**tls_files)  # type: ignore[arg-type]  # each of them is a text
+    _, _, target = socket_paths(daemon.runtime_dir, None, data_socket)
+    if tcp_address(target) is None:
+        check_socket(target, "--socket")
+        target = f"unix:{target}"
+    try:
+        opener(target, config)
+    except BadRequest as error:
+        raise click.UsageError(error.detail) from error
     fingerprint = bench_fingerprint(block_kib << 10)
     block_bytes = bytes_of(fingerprint)
     drop = pb.InvalidateRequest(
@@ -66,7 +96,7 @@ def command(
         # Nor does it take memory of this machine for what could never be stored.
         check_room(blocks * block_bytes, stats.tiers[0].capacity_bytes)
         try:
-            with Client(f"unix:{path}", engine_id="kvstore bench") as client:
+            with Client(target, config=config, engine_id="kvstore bench") as client:
                 result = _run(
                     client, fingerprint, blocks, block_bytes, rounds, quiet=daemon.as_json
                 )

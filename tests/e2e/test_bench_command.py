@@ -16,6 +16,7 @@ import pytest
 from tests.daemon import Daemon, _python_path, start_daemon
 from tests.e2e.stage import ROOT, assert_quiet, until
 from tests.rawclient import RawAdmin
+from tests.tls_kit import Pki
 
 pytestmark = pytest.mark.process
 
@@ -128,3 +129,23 @@ def test_interrupted_it_drops_what_it_stored(daemon: Daemon) -> None:
     assert process.returncode not in (0, None)
     assert out == ""
     assert_nothing_left(daemon)
+
+
+def test_it_measures_over_tcp_as_well(tmp_path: Path) -> None:
+    pki = Pki(tmp_path)
+    settings = pki.settings("a")
+    with start_daemon(tmp_path, host__capacity_bytes="16MiB", **settings) as daemon:
+        way = ["--socket", f"tcp://{daemon.ready['tcp']}", "--blocks", 4, "--rounds", 1]
+        files = {
+            "--tls-ca-file": "ca",
+            "--tls-cert-file": "a.crt",
+            "--tls-key-file": "a.key",
+            "--token-file": "a.token",
+        }
+        given = [one for name, file in files.items() for one in (name, pki.path(file))]
+        out, _ = bench(daemon, *way, "--json", "--block-kib", 64, *given)
+        measured = json.loads(out)
+        assert measured["blocks"] == 4
+        assert measured["get_bytes_per_second"] > 0
+        _, err = bench(daemon, *way, code=2)
+        assert "tls_ca_file" in err
