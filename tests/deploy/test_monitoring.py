@@ -4,14 +4,19 @@ what is exported is what the page lists.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from google.protobuf.descriptor import MethodDescriptor
+from PIL import Image
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
@@ -19,25 +24,28 @@ from kvstore.model.fields import Group
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.reasons import Reason
 from kvstore.wire.v1 import admin_pb2, store_pb2
+from kvstore_server.counts import LATENCY_BOUNDS_S
 from kvstore_server.exposition import COPIES, CORE_EVENTS, DECISIONS, tenant_label
 from kvstore_server.metrics import FIELDS_MAX
-from tests.deploy import metrics_page
+from tests.deploy import metrics_page, render
 from tests.deploy.prometheus_kit import (
     DAEMON_ADDRESS,
     DAEMON_PORT,
+    RULES,
     Lane,
     daemon_in,
     namespaces_or_skip,
     prometheus_in,
     tool,
 )
-from tests.deploy.queries import ROOT
+from tests.deploy.queries import DASHBOARD, ROOT
 from tests.deploy.traffic import MODEL, Load
 from tests.rawclient import RawClient
 
 pytestmark = [pytest.mark.process, pytest.mark.root, pytest.mark.slow]
 
 TENANT = "orchid"
+BUCKETS = len(LATENCY_BOUNDS_S) + 3  # the last bound, sum and count
 BASE_UNITS = ("_bytes", "_seconds", "_tokens", "_bytes_per_second")
 
 
@@ -45,6 +53,7 @@ class Scraped(NamedTuple):
     """What a run left. text: /metrics, seen across the veth."""
 
     asked: subprocess.CompletedProcess[str]
+    shown: subprocess.CompletedProcess[str]
     text: str
     load: Load
 
@@ -68,15 +77,28 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
             with RawClient(daemon.data_sockets[TENANT]) as client:
                 client.lookup(client.open(MODEL).space_id, [bytes(32)])
             asked = lane.queries("--wait-s", "60")
+            shown = lane.queries("--json", "--since", str(time.time() - 15))
             text = lane.metrics()
-        yield Scraped(asked, text, load)
+        yield Scraped(asked, shown, text, load)
 
 
 def test_every_query_of_the_dashboard_and_the_rules_returns_data(scraped: Scraped) -> None:
     assert scraped.asked.returncode == 0, scraped.asked.stderr
     url = f"http://{DAEMON_ADDRESS}:{DAEMON_PORT}/metrics"
     assert f"scraped {url}: up" in scraped.asked.stdout
-    print(scraped.asked.stdout)
+    print(scraped.asked.stdout, len(scraped.text.splitlines()), "lines of metrics")
+
+
+def test_the_dashboard_is_drawn_from_that_data(scraped: Scraped, tmp_path: Path) -> None:
+    assert scraped.shown.returncode == 0, scraped.shown.stderr
+    out = tmp_path / "dashboard.png"
+    render.draw(
+        json.loads(DASHBOARD.read_text()), json.loads(scraped.shown.stdout), out, "of a test"
+    )
+    with Image.open(out) as picture:
+        assert picture.format == "PNG"
+        assert min(picture.size) > 1_000
+    assert 50_000 < out.stat().st_size < 300_000
 
 
 def test_the_load_read_what_was_committed(scraped: Scraped) -> None:
@@ -145,6 +167,24 @@ def test_the_page_bounds_labels_as_the_product_does() -> None:
     events = {value for value in listed["event"].values if not value.startswith("kvstore_")}
     assert events == set(CORE_EVENTS) | _counted("fdsocket", "fdreads", "health")
     assert int(listed["event"].at_most) == len(events)
+
+
+def test_all_series_together_are_bounded() -> None:
+    """By the page's bounds, with so many tenants, below what prometheus.yml takes."""
+
+    def series(tenants: int) -> int:
+        labels = metrics_page.labels()
+        bounds = {n: tenants if n == "tenant" else int(one.at_most) for n, one in labels.items()}
+        return sum(
+            math.prod(bounds[label] for label in one.labels)
+            * (BUCKETS if one.type == "histogram" else 1)
+            for one in metrics_page.metrics().values()
+        )
+
+    text = (RULES / "prometheus.yml").read_text(encoding="utf-8")
+    assert series(1) < 12_700
+    assert series(2) - series(1) < 130
+    assert series(50) < int(yaml.safe_load(text)["scrape_configs"][0]["sample_limit"])
 
 
 def test_units_are_in_the_names_and_every_row_says_something() -> None:

@@ -4,6 +4,7 @@ fires and stays silent where it should, and each metric that they ask for exists
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -18,7 +19,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from tests.deploy import metrics_page
 from tests.deploy.prometheus_kit import RULES, tool
-from tests.deploy.queries import DASHBOARD, ROOT, of_panel, of_rules, panels
+from tests.deploy.queries import DASHBOARD, ROOT, Api, empty, of_panel, of_rules, panels
 
 ALERTS = RULES / "alerts.yml"
 RUNBOOKS = ROOT / "deploy/docs/alerts.md"
@@ -46,12 +47,17 @@ def promtool(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@functools.cache
+def recorded() -> dict[str, str]:
+    """Expression of each recording rule."""
+    return {query.legend: query.expr for query in of_rules() if query.ref == "expression"}
+
+
 def asked_for(expr: str) -> set[str]:
     """The metrics in an expression; of a recording rule those that it is made of."""
-    recorded = {query.legend: query.expr for query in of_rules() if query.ref == "expression"}
     names: set[str] = set()
     for name in re.findall(r"[a-z_]+:kvstore[a-z0-9_:]*|\b(?:kvstore|process)_\w+|\bup\b", expr):
-        names |= asked_for(recorded[name]) if ":" in name else {name}
+        names |= asked_for(recorded()[name]) if ":" in name else {name}
     return names
 
 
@@ -152,6 +158,26 @@ def test_the_dashboard_can_be_drawn() -> None:
         assert len(set(refs)) == len(refs)
         assert all('instance=~"$instance"' in query.expr for query in of_panel(panel))
     assert {one["name"] for one in given["templating"]["list"]} == {"datasource", "instance"}
+
+
+class Deaf(Api):
+    """A Prometheus that has nothing for some queries."""
+
+    def __init__(self, deaf_to: str) -> None:
+        super().__init__("http://nowhere.invalid")
+        self._deaf_to = deaf_to
+
+    def instant(self, expr: str) -> list[dict[str, Any]]:
+        assert "$" not in expr
+        return [] if self._deaf_to in expr else [{"metric": {}, "value": [0, "1"]}]
+
+
+@pytest.mark.parametrize("metric", ["kvstore_reviews_held", "kvstore_disk_written_day_bytes"])
+def test_a_query_that_returns_nothing_is_told(metric: str) -> None:
+    assert empty(Deaf("no such metric"), 1.0) == []
+    told = empty(Deaf(metric), 1.0)
+    assert told
+    assert all(metric in query.expr for query in told)
 
 
 def test_grafana_is_told_of_prometheus_and_of_the_dashboard() -> None:
