@@ -120,7 +120,10 @@ class SpaceCore:
         row_bytes = layout.part_bytes if part else layout.block_bytes
         if out is None:
             # First-touch faults of fresh memory cost more than the copy.
-            out = np.empty((len(keys), row_bytes), np.uint8)
+            try:
+                out = np.empty((len(keys), row_bytes), np.uint8)
+            except (MemoryError, ValueError):  # ValueError: more than there are addresses
+                return _no_memory(len(keys), row_bytes)
         rows = rows_of(out, len(keys), row_bytes, name="out", writable=True)
         offset = layout.parts[self.spec.part].offset
         request = FetchRequest(
@@ -299,6 +302,14 @@ def _not_empty(given: object) -> bool:
 
 def _skipped(offered: int, reason: Reason, detail: str) -> Pushed:
     return Pushed(0, 0, 0, 0, offered, 0, reason, detail)
+
+
+def _no_memory(blocks: int, row_bytes: int) -> Prepared[Fetched]:
+    """A miss, for want of memory in this process."""
+    nothing = np.empty((0, row_bytes), np.uint8)
+    detail = f"this process has no memory for {blocks} blocks of {row_bytes} bytes; give `out`"
+    missed = Fetched(0, 0, nothing, Reason.NO_SPACE, detail=detail)
+    return Prepared(lambda context: _no_steps(missed), lambda reason, detail, _: missed)
 
 
 def _no_steps(result: Any) -> Operation[Any]:

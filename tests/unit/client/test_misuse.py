@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvstore.model.cost import PrefillCost
-from kvstore.model.reasons import BadRequest
-from kvstore_client import AsyncClient, Client, ClientConfig, Rank
+from kvstore.model.keys import BlockKey
+from kvstore.model.reasons import BadRequest, Reason
+from kvstore_client import AsyncClient, Client, ClientConfig, Fetched, Rank
 from tests.client_kit import model, tokens
 
 NOBODY: Any = "/nobody-listens-here.sock"
@@ -47,3 +49,24 @@ def test_a_prefill_cost_may_come_from_numpy() -> None:
 def test_a_rank_is_of_whole_numbers(rank: Rank) -> None:
     with Client(NOBODY) as client, pytest.raises(BadRequest, match="rank"):
         client.space(model(), rank)
+
+
+def test_no_memory_for_the_answer_is_a_miss() -> None:
+    """Not raised: how long a prompt is decides it, and no program knows what fits."""
+    wide = model(layers=65_536, heads=64, head_size=256)
+    with Client(NOBODY) as client:
+        space = client.space(wide)
+        keys = [BlockKey(bytes([n % 256, n // 256]) * 16) for n in range(1 << 16)]
+        fetched = space.fetch(keys)  # a PiB: more than there are addresses
+        assert (fetched.blocks, fetched.reason) == (0, Reason.NO_SPACE)
+        assert fetched.data.shape == (0, space.block_bytes)
+        assert "give `out`" in fetched.detail
+
+
+def test_no_memory_for_a_coroutines_answer_is_a_miss() -> None:
+    async def fetch() -> Fetched:
+        async with AsyncClient(NOBODY) as client:
+            space = client.space(model(layers=65_536, heads=64, head_size=256))
+            return await space.fetch([BlockKey(bytes(32))] * (1 << 16))
+
+    assert asyncio.run(fetch()).reason is Reason.NO_SPACE
