@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.deploy.dockerfile import Image
 from tests.deploy.rootfs import CannotBuild, mounts
+from tests.e2e.stage import until
 
 UNSHARE = ("unshare", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child")
 STOP_S = 30.0
@@ -82,13 +83,13 @@ class Container:
     def wait_healthy(self, deadline_s: float = 30.0) -> float:
         """Seconds until the check passes for the first time."""
         begin = time.monotonic()
-        while time.monotonic() < begin + deadline_s:
-            if self.process.poll() is not None:
-                raise CannotBuild(f"ended with {self.process.returncode}:\n{self.log()}")
-            if self._started() and self.healthy():
-                return time.monotonic() - begin
-            time.sleep(0.05)
-        raise CannotBuild(f"not healthy after {deadline_s} s:\n{self.log()}")
+        until("the container is healthy", self._checked, deadline_s)
+        return time.monotonic() - begin
+
+    def _checked(self) -> bool:
+        if self.process.poll() is not None:
+            raise CannotBuild(f"ended with {self.process.returncode}:\n{self.log()}")
+        return self._started() and self.healthy()
 
     def _started(self) -> bool:
         """Before that there is no root to enter."""
