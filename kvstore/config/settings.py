@@ -21,6 +21,8 @@ from kvstore.config.network import HttpSettings, TcpSettings
 DEFAULT_TENANT = "default"
 
 _MIB = 1 << 20
+CAPACITY_BYTES_MIN = _MIB
+"""Of the host tier. Less is a slip, such as 16 for 16GiB, and would be a store of nothing."""
 SIZE_UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": _MIB, "KiB": 1 << 10, "B": 1}
 
 
@@ -352,6 +354,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Raises StartError if a setting contradicts it.
         """
         host = self.host
+        if capacity_bytes < CAPACITY_BYTES_MIN:
+            raise wrong(
+                "host.capacity_bytes",
+                f"{show_size(capacity_bytes)} hold no blocks: {show_size(CAPACITY_BYTES_MIN)} at "
+                "least; a number without a unit counts bytes",
+            )
         staging_bytes = host.staging_bytes or min(256 * _MIB, capacity_bytes // 8)
         if staging_bytes > capacity_bytes // 2:
             raise wrong(

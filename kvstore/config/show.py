@@ -103,6 +103,10 @@ def _accepts(field: Field, meta: msgspec.Meta) -> str:
     if field.is_size:
         return "a size such as 512MiB or 4GiB"
     kind = {bool: "true or false", int: "whole number", float: "number", str: "text"}[field.kind]
-    low = f" from {meta.ge:g}" if meta.ge is not None else ""
-    high = f" to {meta.le:g}" if meta.le is not None else ""
+    low = f" from {_exact(meta.ge)}" if meta.ge is not None else ""
+    high = f" to {_exact(meta.le)}" if meta.le is not None else ""
     return kind + low + high
+
+
+def _exact(bound: float) -> str:
+    return str(int(bound)) if bound == int(bound) else str(bound)

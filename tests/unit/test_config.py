@@ -248,10 +248,23 @@ def test_limits_follow_from_the_capacity() -> None:
     assert caught.value.setting == "tenants.a.quota_bytes"
 
 
+def test_a_host_tier_of_next_to_nothing_is_a_slip() -> None:
+    settings = load(environ=CLEAN, flags={"host.capacity_bytes": "16"})
+    with pytest.raises(StartError, match=r"16B hold no blocks: 1MiB .*host\.capacity_bytes"):
+        settings.limits_for(settings.host.capacity_bytes)
+    assert settings.limits_for(1 << 20).staging_bytes == 1 << 17
+
+
 @given(st.integers(0, (1 << 62) - 1))
 def test_sizes_round_trip(size_bytes: int) -> None:
     assert parse_size(show_size(size_bytes)) == size_bytes
     assert parse_size(str(size_bytes)) == size_bytes
+
+
+def test_bounds_are_shown_exactly() -> None:
+    accepts = {one.name: one.accepts for one in knobs()}
+    assert accepts["limits.keys_per_call_max"] == "whole number from 1 to 1048576"
+    assert accepts["server.drain_grace_s"] == "number from 0 to 600"
 
 
 def test_sizes_by_hand() -> None:
