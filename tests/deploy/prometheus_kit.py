@@ -24,7 +24,7 @@ from tests.deploy.queries import ROOT
 
 UNPACKED = ROOT / "build/prometheus/usr/bin"
 RULES = ROOT / "deploy/prometheus"
-REQUIRED = "KVSTORE_CI_PROMETHEUS"
+REQUIRED = "MUST_HAVE_PROMETHEUS"
 """Set where these tests must not be skipped."""
 # From the block that is set apart for tests of networks; nobody else sees it, within namespaces.
 DAEMON_ADDRESS, PROMETHEUS_ADDRESS = "198.18.0.1", "198.18.0.2"

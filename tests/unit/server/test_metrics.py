@@ -33,6 +33,7 @@ from kvstore_server.exposition import (
     ARCHIVE_TEXTS,
     COPIES,
     CORE_EVENTS,
+    STATES,
     Snapshot,
     StoreCollector,
     tenant_label,
@@ -98,6 +99,15 @@ def test_both_expositions_are_taken_by_prometheus_own_parsers() -> None:
     }
     strict = list(parse_openmetrics(generate_openmetrics(registry).decode()))  # type: ignore[no-untyped-call]
     assert {family.name for family in strict} >= set(families) - {"kvstore_build_info"}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_daemon_is_in_one_state(state: str) -> None:
+    registry = CollectorRegistry()
+    counts = Metrics().snapshot()
+    registry.register(StoreCollector(lambda: Snapshot(counts, STORE, {}, 0, state=state)))
+    shown = {s: registry.get_sample_value("kvstore_state", {"state": s}) for s in STATES}
+    assert {s for s, value in shown.items() if value} == {state}
 
 
 def test_names_and_help_follow_the_rules() -> None:
