@@ -16,10 +16,12 @@ import pytest
 
 from kvstore.config import load
 from kvstore.config.load import env_name, names
+from kvstore_client import Client
 from kvstore_server.notify import WATCHDOG_VARIABLE
 from tests.daemon import make_daemon
 from tests.e2e.stage import Prompt, model, until
 from tests.rawclient import RawClient
+from tests.tls_kit import Pki
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 UNIT = ROOT / "deploy/systemd/kvstored.service"
@@ -138,17 +140,19 @@ def has_all(client: RawClient, space: int, prompt: Prompt) -> bool:
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Every system call of two lives: memory, locks, disk, a client, a reload, a warm start."""
+    """Every system call of two lives: memory, locks, disk, clients, a reload, a warm start."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
     folder = tmp_path_factory.mktemp("traced")
     file = folder / "trace"
+    pki = Pki(folder)
     daemon = make_daemon(
         folder,
         argv_prefix=("strace", "-f", "-qq", "-A", "-o", str(file)),
         host__mlock="auto",
         disk__path=str(folder / "disk"),
         disk__capacity_bytes="256MiB",
+        **pki.settings("default"),
     )
     prompt = Prompt(model(), 5, blocks=24)
     with daemon:
@@ -161,6 +165,9 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
                 until("the blocks are there", partial(has_all, client, space, prompt))
                 prompt.assert_right(client.get(space, prompt.keys))
             daemon.signal(signal.SIGHUP)
+            over_tcp = pki.config("default", deadline_ms=20_000)
+            with Client(f"tcp://{daemon.ready['tcp']}", config=over_tcp) as client:
+                assert client.space(model()).fetch(prompt.keys).blocks == 24
             assert daemon.stop(60) == 0
     return file.read_text(errors="replace").splitlines()
 
