@@ -53,7 +53,7 @@ from kvstore.tiers.disk.rows import (
     unpack_rows,
     unseal,
 )
-from kvstore.tiers.disk.scratch import Spare, install, remove_scratch, scratch_folder
+from kvstore.tiers.disk.scratch import Held, Spare, install, remove_scratch, scratch_folder
 
 __all__ = [
     "FORMAT",
@@ -129,7 +129,7 @@ class LmdbIndex:
         # its pages written over: what the file holds is made certain before it is written again.
         self._unsure = True
         self._touched_bytes = 0
-        self._file: os.stat_result | None = None  # what lies under the name, once it is opened
+        self._file: Held | None = None
         self._bad: dict[tuple[bytes, bytes], None] = {}
         self._rows = 0
         self._used_bytes = 0
@@ -145,7 +145,7 @@ class LmdbIndex:
                 self._compact()
                 self._spare.make()
                 self._used_bytes = self._measure()
-                self._file = os.lstat(self._path)
+                self._file = Held(self._path)
         except BaseException:
             self.close()
             raise
@@ -220,6 +220,8 @@ class LmdbIndex:
         with self._guard:
             self._closed = True
             self._close_env()
+            if self._file is not None:
+                self._file.close()
 
     # ------------------------------------------------------------------ file
 
@@ -255,10 +257,9 @@ class LmdbIndex:
         """A file that was removed takes commits without complaint until it is closed; nobody would
         find them. OSError if it was.
         """
-        if self._file is None or os.path.samestat(os.lstat(self._path), self._file):
-            return
-        self._close_env()
-        raise FileNotFoundError(errno.ENOENT, "the index was replaced", self._path)
+        if self._file is not None and not self._file.is_there():
+            self._close_env()
+            raise FileNotFoundError(errno.ENOENT, "removed or replaced", self._path)
 
     def _compact(self) -> None:
         """LMDB's file never shrinks: after slots became fewer it would keep its largest size."""

@@ -40,6 +40,7 @@ from kvstore.tiers.disk.format import Fault
 from kvstore.tiers.disk.index import LmdbIndex
 from kvstore.tiers.disk.probe import DATA_FILE
 from kvstore.tiers.disk.rows import Index, Unusable
+from kvstore.tiers.disk.scratch import Held
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class DiskFolder:
         now, `open` says so, and may succeed later.
         """
         self.path = path
-        self._opened: dict[str, os.stat_result] = {}
+        self._held: list[Held] = []
         try:
             self._lock_fd = _lock(path)
         except BlockingIOError:
@@ -122,6 +123,7 @@ class DiskFolder:
             log.error("disk tier: %s", detail)
 
     def open(self) -> Opened:
+        self._let_go()
         if not self._holds_lock():
             # The folder was removed or replaced: the lock that we hold keeps nobody out.
             self.close()
@@ -138,8 +140,12 @@ class DiskFolder:
             self.set_aside(reason)
             self._make()
             index = LmdbIndex(self._of(INDEX_FOLDER))
-        data = os.path.join(self._of(INDEX_FOLDER), DATA_FILE)
-        self._opened = {path: os.lstat(path) for path in (segments, data)}
+        try:
+            for path in (segments, os.path.join(self._of(INDEX_FOLDER), DATA_FILE)):
+                self._held.append(Held(path))
+        except OSError:
+            index.close()
+            raise
         return Opened(index, SegmentFiles(segments), reason)
 
     def is_there(self) -> bool:
@@ -147,9 +153,9 @@ class DiskFolder:
             return (
                 self._holds_lock()
                 and os.path.exists(self._of(FORMAT_FILE))
-                and all(os.path.samestat(os.lstat(p), was) for p, was in self._opened.items())
+                and all(one.is_there() for one in self._held)
             )
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return False
 
     def set_aside(self, reason: str) -> None:
@@ -177,6 +183,7 @@ class DiskFolder:
         self._remove(self._asides())
 
     def close(self) -> None:
+        self._let_go()
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -185,6 +192,11 @@ class DiskFolder:
 
     def _of(self, name: str) -> str:
         return os.path.join(self.path, name)
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, []
+        for one in held:
+            one.close()
 
     def _holds_lock(self) -> bool:
         try:

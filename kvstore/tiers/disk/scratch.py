@@ -1,5 +1,5 @@
-"""Small things that the index does with files: a scratch folder, a file that appears whole, room
-kept for later. They may wait for the device. For the index alone.
+"""Small things that are done with files: a scratch folder, a file that appears whole, room kept
+for later, a name that is watched. They may wait for the device. For index and folder alone.
 """
 
 from __future__ import annotations
@@ -42,6 +42,30 @@ class Spare:
         self._made = False
         with contextlib.suppress(OSError):
             os.unlink(self._path)
+
+
+class Held:
+    """A file or folder that lay under a name. It is held, not opened, so that no other one gets its
+    number: some file systems give numbers anew once nobody holds them.
+    """
+
+    def __init__(self, path: str) -> None:
+        """OSError; `close` it."""
+        self._path = path
+        self._fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def is_there(self) -> bool:
+        """Whether it still lies there. OSError if it cannot be asked."""
+        try:
+            return os.path.samestat(os.lstat(self._path), os.fstat(self._fd))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 @contextlib.contextmanager
