@@ -53,18 +53,29 @@ def base_root() -> Path:
         return root
     cache.mkdir(parents=True, exist_ok=True)
     fresh = Path(f"{root}.{os.getpid()}")
-    arguments = ["--variant=minbase", SUITE, str(fresh), *mirror()]
+    arguments = ["--variant=minbase", SUITE, str(fresh / "made"), *mirror()]
+    in_memory(fresh)
     with (cache / "debootstrap.log").open("wb") as log:
         made = subprocess.run(["debootstrap", *arguments], stdout=log, stderr=log, check=False)
     if made.returncode != 0:
-        shutil.rmtree(fresh, ignore_errors=True)
         raise CannotBuild(f"debootstrap failed:\n{Path(log.name).read_text()[-2000:]}")
-    shutil.rmtree(fresh / "var/cache/apt/archives", ignore_errors=True)
-    (fresh / "var/cache/apt/archives/partial").mkdir(parents=True)
+    shutil.rmtree(fresh / "made/var/cache/apt/archives", ignore_errors=True)
+    (fresh / "made/var/cache/apt/archives/partial").mkdir(parents=True)
     shutil.rmtree(root, ignore_errors=True)
-    os.utime(fresh)
-    fresh.rename(root)
+    draft = Path(f"{root}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    run("cp", "-a", fresh / "made", draft)
+    os.utime(draft)
+    draft.rename(root)
+    run("umount", fresh)
+    fresh.rmdir()
     return root
+
+
+def in_memory(folder: Path) -> None:
+    """Makes a folder whose files are never synced: dpkg does so for each, and it is thrown away."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run("mount", "-t", "tmpfs", "-o", "size=3g,mode=755", "tmpfs", folder)
 
 
 def debian_sources() -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.deploy.container import Container
 from tests.deploy.dockerfile import Build, Image, checkout
-from tests.deploy.rootfs import CannotBuild, base_root
+from tests.deploy.rootfs import CannotBuild, base_root, in_memory
 from tests.e2e.stage import Child, until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -160,6 +160,7 @@ def inside(folder: Path) -> None:
         context = folder / "context"
         context.mkdir()
         checkout(ROOT, context)
+        in_memory(folder / "stages")
         image = Build(context, base, folder / "stages").run(FILE)
     with timed("the final root"):
         look_into(image)
