@@ -202,6 +202,9 @@ class SpaceCore:
     ) -> Prepared[Pushed]:
         check_request_id(request_id)
         keys, _ = self.chain(given)
+        if len(set(keys)) < len(keys):
+            # One of the two would get the bytes of the other.
+            raise BadRequest(Reason.BAD_REQUEST, "the keys of a prompt all differ", "keys")
         if type(first_block) is not int or not 0 <= first_block <= len(keys):
             raise BadRequest(
                 Reason.BAD_SIZE, f"first_block is an int from 0 to {len(keys)}", "first_block"

@@ -13,7 +13,7 @@ from kvstore.model.cost import PrefillCost
 from kvstore.model.keys import BlockKey
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore_client import AsyncClient, Client, ClientConfig, Fetched, Rank
-from tests.client_kit import model, tokens
+from tests.client_kit import model, rows, tokens
 
 NOBODY: Any = "/nobody-listens-here.sock"
 
@@ -49,6 +49,14 @@ def test_a_prefill_cost_may_come_from_numpy() -> None:
 def test_a_rank_is_of_whole_numbers(rank: Rank) -> None:
     with Client(NOBODY) as client, pytest.raises(BadRequest, match="rank"):
         client.space(model(), rank)
+
+
+def test_a_prompt_has_no_key_twice() -> None:
+    with Client(NOBODY) as client:
+        space = client.space(model())
+        twice = [*space.keys(tokens(2)), *space.keys(tokens(2))]
+        with pytest.raises(BadRequest, match="keys"):
+            space.push(twice, rows(4, space.part_bytes))
 
 
 def test_no_memory_for_the_answer_is_a_miss() -> None:
