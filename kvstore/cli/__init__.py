@@ -24,6 +24,7 @@ COMMANDS = (
     "pin",
     "plan",
     "review",
+    "simulate",
     "spaces",
     "status",
     "token",

@@ -44,6 +44,10 @@ class Entry(Protocol):
         """Time of the last use or touch; for `use`, of the one before."""
 
     @property
+    def saved(self) -> bool:
+        """Whether an archive has it."""
+
+    @property
     def prompt_tokens(self) -> int:
         """Length of the last prompt that had it, as far as that is known."""
 

@@ -33,13 +33,16 @@ HISTORY_SHARE = 4.0
 HISTORY_MIN = 1 << 15
 """Names of history that a small pool has, too: 426 kB."""
 RESIZE_EVERY = 256
+ESTIMATE_AFTER = 512
+"""Writes between two estimates of how long the archive keeps a block."""
+KEEPS_MAX_NS = 4_096 * 10**9
 RANK_NS = 50_000_000
 """Densities are looked up anew for all classes when so much time went by."""
 _NOBODY = (inf, 0, 0)
 ADMIT_CHANCE = 0.2
 """A block is worth a write to the archive if at least so many of its like are asked for again."""
 PROMOTE_HITS = 2
-HALVE_AFTER = 1 << 18
+HALVE_AFTER = 1 << 20
 """Accesses, and 16 for each block that is here: then all counts are halved."""
 _GRADE_OF_USES = [0, 0, 4, 4, 8, 8, 8, 8, 8] + [12] * (USES_MAX - 8)
 
@@ -64,6 +67,11 @@ class HitDensity(Generic[E]):
         """(density, last use, class) of the oldest of each class, where nothing is `changed`."""
         self._changed = bytearray(b"\1" * CLASSES)
         self._ranked_ns = 0
+        self._below = reach - 1
+        self._written = 0
+        """Blocks that left for the archive, less those that had come from there."""
+        self._estimated_ns = 0
+        self._keeps_ns = KEEPS_MAX_NS
 
     # ------------------------------------------------------------------ use
 
@@ -77,6 +85,7 @@ class HitDensity(Generic[E]):
                     self._curves[past.grade].end(now_ns - past.asked_ns)
                     entry.uses = past.uses
                 self._begin(entry)
+                self._written -= entry.saved
             self._place(entry)
         self._age(len(entries))
 
@@ -168,9 +177,21 @@ class HitDensity(Generic[E]):
     # ------------------------------------------------------------------ tiers
 
     def admit(self, entry: E) -> bool:
-        """See `EvictionPolicy`. By the chance that it is asked for again."""
-        chance = self._curves[entry.grade].chance(self._now_ns - entry.touched_ns)
+        """See `EvictionPolicy`. By the chance that it is asked for again while the archive will
+        have it, which is as long as it takes to fill it at the pace of late.
+        """
+        age_ns = self._now_ns - entry.touched_ns
+        chance = self._curves[entry.grade].chance(age_ns, self._keeps_ns)
         return chance >= self._admit_chance
+
+    def _estimate_keeping(self) -> None:
+        """How long the archive keeps a block."""
+        elapsed_ns = self._now_ns - self._estimated_ns
+        if self._written < ESTIMATE_AFTER and elapsed_ns < self._keeps_ns:
+            return
+        fills_ns = elapsed_ns * self._below * len(self) / max(self._written, 1)
+        self._keeps_ns = int((self._keeps_ns + min(fills_ns, KEEPS_MAX_NS)) / 2)
+        self._estimated_ns, self._written = self._now_ns, 0
 
     def promote(self, entry: E) -> bool:
         """See `EvictionPolicy`."""
@@ -180,10 +201,12 @@ class HitDensity(Generic[E]):
         """See `EvictionPolicy`."""
         self._now_ns = max(self._now_ns, now_ns)
         if not self._departures % RESIZE_EVERY:
+            self._estimate_keeping()
             wanted = max(int(self._history_share * len(self)), HISTORY_MIN)
             if wanted > self._history.places * 5 // 4:
                 self._history.resize(wanted)
         self._departures += 1
+        self._written += why is Reason.MISS_EVICTED
         self._history.put(entry.key, Past(entry.touched_ns, entry.uses, entry.grade))
 
     # ------------------------------------------------------------------ candidates

@@ -6,7 +6,7 @@ An access begins a wait; the wait ends in a bin of the histogram, or does not en
 - the density at an age: the largest over all horizons of (uses that came within the horizon) over
   (time that blocks waited within the horizon), of those that had waited so long already. This is
   the Gittins index of the class; with the horizon fixed it is LHD (Beckmann et al., NSDI 2018).
-- the chance at an age: of those that had waited so long, the part that was asked for later on.
+- the chance at an age: of those that had waited so long, the part that was asked for within a time.
 
 All counts are halved now and then, so that they follow change. Pure.
 """
@@ -35,13 +35,13 @@ tenth of a millisecond each time."""
 class Curve:
     """One class."""
 
-    __slots__ = ("_chances", "_changes", "_densities", "_due", "accesses", "again")
+    __slots__ = ("_changes", "_densities", "_due", "_left", "accesses", "again")
 
     def __init__(self) -> None:
         self.accesses = 0.0
         self.again = [0.0] * BINS
         self._densities = [0.0] * BINS
-        self._chances = [0.0] * BINS
+        self._left = [0.0] * (BINS + 1)
         self._changes = 0
         self._due = 1
 
@@ -61,11 +61,14 @@ class Curve:
             self._refresh()
         return self._densities
 
-    def chance(self, age_ns: int) -> float:
-        """0 to 1: that a block of this age is asked for again."""
+    def chance(self, age_ns: int, within_ns: int) -> float:
+        """0 to 1: that a block of this age is asked for again before so much time went by."""
         if self._changes >= self._due:
             self._refresh()
-        return self._chances[bisect_right(EDGES_NS, age_ns)]
+        begin = bisect_right(EDGES_NS, age_ns)
+        end = bisect_right(EDGES_NS, age_ns + within_ns)
+        left = self._left[begin]
+        return min((left - self._left[end + 1]) / left, 1.0) if left > 0 else 0.0
 
     def halve(self) -> None:
         """Old counts weigh half."""
@@ -76,16 +79,14 @@ class Curve:
         self._changes = 0
         self._due = max(REFRESH, int(self.accesses / 16)) if self.accesses > REFRESH else 1
         self._due = min(self._due, 4_096)
-        left = []
-        survivors = self.accesses
+        left = [self.accesses]
         for count in self.again:
-            left.append(max(survivors, 0.0))
-            survivors -= count
+            left.append(max(left[-1] - count, 0.0))
+        self._left = left
         areas = [
             width * max(alive - count / 2, 0.0)
-            for width, alive, count in zip(_WIDTHS_S, left, self.again, strict=True)
+            for width, alive, count in zip(_WIDTHS_S, left, self.again, strict=False)
         ]
-        uses = sum(self.again)
         for bin_ in range(BINS):
             best = total = area = 0.0
             for horizon in range(bin_, BINS):
@@ -94,5 +95,3 @@ class Curve:
                 if total > best * area and area > 0:
                     best = total / area
             self._densities[bin_] = best
-            self._chances[bin_] = min(uses / left[bin_], 1.0) if left[bin_] > 0 else 0.0
-            uses -= self.again[bin_]

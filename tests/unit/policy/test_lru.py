@@ -17,6 +17,7 @@ class Block:
     hits: int = 0
     touched_ns: int = 0
     prompt_tokens: int = 0
+    saved: bool = False
     uses: int = 0
     grade: int = 0
 

@@ -1,0 +1,154 @@
+"""`kvstore simulate`: what other sizes of memory and disk, or another policy, would have given.
+
+Replays recorded requests through the daemon's own core and policies. Needs no daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from kvstore.cli import show
+from kvstore.policy.choice import NAMES
+from kvstore.simulate.lab import Row, Size, run_all, steps_of
+from kvstore.simulate.trace import Request, TraceError, read_trace, with_even_blocks
+
+
+class SizeType(click.ParamType):  # type: ignore[type-arg]  # not generic at run time before 8.3
+    """BLOCKS or BLOCKS,DISK_BLOCKS."""
+
+    name = "size"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Size:
+        if isinstance(value, Size):
+            return value
+        parts = str(value).split(",")
+        if len(parts) > 2 or not all(part.strip().isdigit() for part in parts):
+            self.fail(f"{value!r} is not BLOCKS or BLOCKS,DISK_BLOCKS", param, ctx)
+        size = Size(int(parts[0]), int(parts[1]) if len(parts) == 2 else 0)
+        if not 1 <= size.memory_blocks <= 10**8 or size.disk_blocks > 10**9:
+            self.fail("memory has 1 to 10^8 blocks, the disk at most 10^9", param, ctx)
+        return size
+
+
+@click.command(
+    short_help="Replay recorded requests at other sizes and policies.",
+    epilog="FILE: JSON lines with timestamp (ms), input_length (tokens) and hash_ids, one id a "
+    "block; .gz is understood. Hits count only while every block before them hit.",
+)
+@click.argument(
+    "files", nargs=-1, required=True, metavar="FILE...",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)  # fmt: skip
+@click.option(
+    "--capacity", "sizes", type=SizeType(), multiple=True, required=True,
+    metavar="BLOCKS[,DISK_BLOCKS]", help="Blocks of memory, and of disk; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--policy", "policies", type=click.Choice(NAMES), multiple=True,
+    help="May be repeated; without it all of them.",
+)  # fmt: skip
+@click.option(
+    "--count-from", default=0, type=click.IntRange(min=0), metavar="N",
+    help="Requests before number N warm up and are not counted.",
+)  # fmt: skip
+@click.option(
+    "--even-blocks", is_flag=True, help="Spread a prompt's tokens evenly over its blocks."
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="PNG",
+    help="Draw the hit rate by capacity, a line a policy; needs the extra `plot`.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    files: tuple[Path, ...],
+    sizes: tuple[Size, ...],
+    policies: tuple[str, ...],
+    count_from: int,
+    even_blocks: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Replay FILE through the core, and say how often it would have hit.
+
+    kvstore simulate trace.jsonl.gz --capacity 10000 --capacity 1000,10000
+    """
+    if plot is not None:
+        _need_matplotlib()
+    chosen = policies or NAMES
+    traces = [(path.name, _requests(path, even_blocks)) for path in files]
+    rows = _run(traces, chosen, sizes, count_from)
+    if plot is not None:
+        from kvstore.cli.hitplot import draw
+
+        draw(rows, plot)
+    if as_json:
+        show.as_json([row.as_fields() for row in rows])
+    else:
+        _print(rows)
+
+
+def _requests(path: Path, even_blocks: bool) -> list[Request]:
+    try:
+        requests = read_trace(path)
+    except (TraceError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    if not requests:
+        raise click.ClickException(f"{path.name}: no request has `hash_ids`")
+    return with_even_blocks(requests) if even_blocks else requests
+
+
+def _run(
+    traces: Sequence[tuple[str, list[Request]]],
+    policies: Sequence[str],
+    sizes: Sequence[Size],
+    count_from: int,
+) -> list[Row]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    rows: list[Row] = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        total = sum(steps_of(len(trace), len(policies), len(sizes)) for _, trace in traces)
+        task = progress.add_task("", total=total)
+
+        def told(what: str, steps: int) -> None:
+            progress.update(task, advance=steps, description=what)
+
+        for name, requests in traces:
+            rows += run_all(
+                name, requests, policies, sizes, first_counted=count_from, progress=told
+            )
+    return rows
+
+
+def _print(rows: Sequence[Row]) -> None:
+    headers = ("trace", "policy", "blocks", "hits", "memory", "disk", "optimum", "w/new", "w/hit")
+    cells = []
+    for row in rows:
+        fields = row.as_fields()
+        per_hit = row.figures.writes_per_hit
+        cells.append(
+            (
+                row.trace,
+                row.policy,
+                row.size,
+                f"{fields['prefix_token_hit_rate']:.1%}",
+                f"{fields['memory_hit_rate']:.1%}",
+                f"{fields['disk_hit_rate']:.1%}",
+                f"{row.optimum_hit_rate:.1%}",
+                f"{row.figures.writes_per_computed:.2f}" if row.size.disk_blocks else "-",
+                "-" if per_hit is None else f"{per_hit:.2f}",
+            )
+        )
+    show.columns(headers, cells, left=2)
+
+
+def _need_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise click.UsageError("--plot needs matplotlib: install kvstore's extra `plot`") from error
