@@ -28,9 +28,11 @@ class ClientConfig:
     deadline_ms: budget of one call with all its steps; what is not done by then is a miss or a
         skipped push. Change it: to less than what a miss may cost an engine's first token; to more
         for pushes of gigabytes, which take 0.3-0.5 s a GiB.
-    transport: "auto" maps the daemon's memory and falls back to byte streams where it cannot (a
-        container without the fd socket). Change it: "shm" to be refused rather than served
-        several times slower, "stream" to share no memory with the daemon.
+    transport: "auto" maps the daemon's memory. Where it cannot, the daemon sends what is fetched
+        over the fd socket: two copies in the kernel instead of one by the client. What is pushed
+        then goes through gRPC, several times slower; so does what is fetched where there is no fd
+        socket (a container without it). Change it: "shm" to be refused rather than served so,
+        "stream" to share no memory with the daemon.
     connect_timeout_ms: one attempt to reach the daemon. Change it: to more on a machine so loaded
         that a healthy daemon answers later than this.
     breaker_failures: calls in a row that fail for want of an answer before no more are made. Change

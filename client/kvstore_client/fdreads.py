@@ -40,7 +40,7 @@ PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, err
 BUFFERS_MAX = 512
 """In one call of the kernel, which takes 1,024."""
 
-_TIMEVAL = struct.Struct("@ll")
+_LENGTH = struct.Struct("<I")
 
 
 class NotServed(Exception):
@@ -76,7 +76,7 @@ def lease_read(
             _Reader(context, sock, asked, rows, done).run()
         finally:
             done.copy_ns += time.perf_counter_ns() - started_ns
-            _hang_up(session, sock)
+            _hang_up(sock)
 
     return run
 
@@ -87,7 +87,7 @@ def _dialed(session: Session, timeout_s: float) -> socket.socket:
     try:
         with GATE.call():  # a fork meets no socket that nobody knows of
             sock = session.transport.dial_memory(timeout_s)
-            session.sockets.add(sock)
+            GATE.sockets.add(sock)
     except OSError as error:
         if error.errno not in PASSING and not isinstance(error, TimeoutError):
             session.fd_fetch = False
@@ -95,11 +95,11 @@ def _dialed(session: Session, timeout_s: float) -> socket.socket:
     return sock
 
 
-def _hang_up(session: Session, sock: socket.socket) -> None:
-    session.sockets.discard(sock)
+def _hang_up(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the daemon was first
         sock.shutdown(socket.SHUT_RDWR)  # a child that was forked meanwhile may have it, too
     sock.close()
+    GATE.sockets.discard(sock)  # last: a child closes what it still finds there
 
 
 class _Reader:
@@ -115,17 +115,19 @@ class _Reader:
         self._done = done
         self._first = done.blocks
         self._answered = False
+        left_s = context.deadline.left_s()
+        self._kept_s = left_s * (1 - FIRST_ANSWER_SHARE)  # for another way, if nobody answers
         # Where the next piece begins.
         self._block = 0
         self._offset = 0
 
     def run(self) -> None:
         try:
-            self._sock.settimeout(max(1e-3, self._context.deadline.left_s() * FIRST_ANSWER_SHARE))
+            self._sock.settimeout(self._left_s())
             request = fd_pb2.FdRequest(seq=1, fetch=self._asked)
             shm.send_frame(self._sock, request.SerializeToString())
             while self._take(self._reply()):
-                self._set_deadline()
+                pass
         except TimeoutError:
             raise self._lost(Reason.DEADLINE_EXCEEDED, "the fd socket took too long") from None
         except DecodeError as error:
@@ -138,23 +140,24 @@ class _Reader:
             return CallFailed(reason, detail, outage=True)
         return NotServed(detail)
 
-    def _set_deadline(self) -> None:
-        """The kernel keeps it: a wait in Python would cost a call more for each piece."""
-        left_s = self._context.deadline.left_s()
+    def _left_s(self) -> float:
+        """Raises TimeoutError if it is over."""
+        left_s = self._context.deadline.left_s() - (0.0 if self._answered else self._kept_s)
         if left_s <= 0:
             raise TimeoutError
-        if self._sock.gettimeout() is not None:
-            self._sock.settimeout(None)
-        timeval = _TIMEVAL.pack(int(left_s), max(1, int(left_s % 1 * 1e6)))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        return left_s
 
     def _reply(self) -> fd_pb2.FdReply:
-        try:
-            frame, fds = shm.recv_frame(self._sock)
-        except BlockingIOError:
-            raise TimeoutError from None
-        shm.close_fds(fds)
-        return fd_pb2.FdReply.FromString(frame)
+        (length,) = _LENGTH.unpack(self._bytes(_LENGTH.size))
+        if length > shm.FRAME_BYTES_MAX:
+            raise ConnectionError(f"a frame of {length} bytes")
+        return fd_pb2.FdReply.FromString(bytes(self._bytes(length)))
+
+    def _bytes(self, length: int) -> bytearray:
+        data = bytearray(length)
+        if length:
+            self._fill([memoryview(data)])
+        return data
 
     def _take(self, reply: fd_pb2.FdReply) -> bool:
         """Takes a frame, and the bytes behind it. False: it was the last one."""
@@ -173,7 +176,7 @@ class _Reader:
             raise CallFailed(Reason.INTERNAL, "pieces are out of order", outage=True)
         self._confirm(piece.block)
         for buffers in self._targets(piece.length):
-            self._fill(buffers)
+            self._fill([buffer.data for buffer in buffers])
         blocks, self._offset = divmod(self._offset + piece.length, self._asked.length)
         self._block += blocks
         return True
@@ -212,20 +215,18 @@ class _Reader:
         for first in range(0, blocks, BUFFERS_MAX):
             yield list(rows[first : first + BUFFERS_MAX])
 
-    def _fill(self, buffers: list[Bytes]) -> None:
-        """Receives exactly as many bytes as the buffers have."""
-        views = [buffer.data for buffer in buffers]
+    def _fill(self, views: list[memoryview]) -> None:
+        """Receives exactly as many bytes as the views have. A descriptor that comes with them is
+        closed by the kernel.
+        """
         while views:
-            try:
-                # MSG_WAITALL: the kernel fills the buffers with one wake-up.
-                got = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError:
-                raise TimeoutError from None
+            # A timeout of Python's, not SO_RCVTIMEO: that begins anew with each signal that the
+            # thread takes, so that a profiler's timer would keep a read from ever ending.
+            self._sock.settimeout(self._left_s())
+            got = self._sock.recvmsg_into(views)[0]
             if not got:
-                raise ConnectionError("within a piece")
+                raise ConnectionError("within a frame or a piece")
             while views and got >= len(views[0]):
                 got -= len(views.pop(0))
             if views:
                 views[0] = views[0][got:]
-                if self._context.deadline.passed:
-                    raise TimeoutError

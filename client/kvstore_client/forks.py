@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -50,6 +51,9 @@ class ForkGate:
         self._changed = threading.Condition()
         self._inside = 0
         self._shut = False
+        self.sockets: set[socket.socket] = set()
+        """Of reads over the fd socket that are under way. Kept here and not with their session,
+        which may be over before them: a child closes its copies."""
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -85,6 +89,9 @@ class ForkGate:
         self._changed = threading.Condition()
         self._inside = 0
         self._shut = False
+        for sock in self.sockets:
+            sock.close()
+        self.sockets = set()
 
 
 GATE = ForkGate()

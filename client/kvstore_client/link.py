@@ -463,8 +463,6 @@ class Link:
             self._abandoned.append(one.transport)
             if one.memory is not None:
                 one.memory.forget_in_child()
-            for sock in list(one.sockets):
-                sock.close()
         _kept_in_child.append(self)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,8 +54,6 @@ class Session:
     detail: str = ""
     fd_fetch: bool = False
     """Whether bytes of a lease can be had over the fd socket, as far as is known."""
-    sockets: set[socket.socket] = field(default_factory=set)
-    """Of reads under way: a forked child closes its copies."""
     nonces: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Names for calls that grant a lease: see `steps.granted`."""
     spaces: dict[bytes, Any] = field(default_factory=dict)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -299,3 +301,92 @@ def test_a_daemon_that_stands_still_costs_the_deadline_and_no_more(store: Store)
     fetched = space.fetch(space.keys(tokens(4)))
     assert (fetched.blocks, fetched.reason) == (1, Reason.DEADLINE_EXCEEDED)
     over.set()
+
+
+SHORT = ClientConfig(transport="stream", breaker_failures=1_000, deadline_ms=300)
+
+
+def test_signals_that_keep_coming_do_not_stretch_the_deadline(store: Store) -> None:
+    """As a profiler's timer: each interrupts the wait, which must not begin anew."""
+    over = threading.Event()
+
+    def stands_still(sock: socket.socket) -> None:
+        piece(sock, 0, 0, block(0))
+        piece(sock, 1, 0, block(1)[:10])
+        over.wait(5)  # then it hangs up, which is another reason
+
+    space = space_of(store, speaks(stands_still), SHORT)
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    try:
+        fetched = space.fetch(space.keys(tokens(4)))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        over.set()
+    assert (fetched.blocks, fetched.reason) == (1, Reason.DEADLINE_EXCEEDED)
+
+
+@pytest.mark.parametrize("begin", [0, 1], ids=["the frame", "the piece"])
+def test_bytes_that_drip_do_not_stretch_the_deadline(store: Store, begin: int) -> None:
+    over = threading.Event()
+
+    def drips(sock: socket.socket) -> None:
+        piece(sock, 0, 0, block(0))
+        body = fd_pb2.FdPiece(block=1, length=BLOCK_BYTES)
+        frame = fd_pb2.FdReply(seq=1, piece=body).SerializeToString()
+        framed = len(frame).to_bytes(4, "little") + frame
+        sock.sendall(framed[: begin * len(framed)])
+        for byte in (framed + bytes(20))[begin * len(framed) :][:20]:
+            if over.wait(0.1):
+                return
+            sock.send(bytes([byte]))
+
+    space = space_of(store, speaks(drips), SHORT)
+    fetched = space.fetch(space.keys(tokens(4)))
+    over.set()
+    assert (fetched.blocks, fetched.reason) == (begin, Reason.DEADLINE_EXCEEDED)
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["", "its session is over"])
+def test_a_fork_in_the_middle_leaves_the_read_to_the_parent(store: Store, over: bool) -> None:
+    """The child has no copy of the socket, and ends nothing when it ends; the parent reads on. The
+    session of the read may be over before the fork: it lives by a stream, which a fork ends.
+    """
+    begun, forked = threading.Event(), threading.Event()
+    dialed: list[int] = []
+
+    def waits(sock: socket.socket) -> None:
+        piece(sock, 0, 0, block(0, 2))
+        begun.set()
+        forked.wait(20)
+        piece(sock, 2, 0, block(2, 4))
+        piece(sock, 4, 0, b"", OK)
+
+    def dial() -> socket.socket:
+        sock = speaks(waits)()
+        dialed.append(sock.fileno())
+        return sock
+
+    config = ClientConfig(transport="stream", breaker_failures=1_000, deadline_ms=30_000)
+    space = space_of(store, dial, config)
+    answers: list[Any] = []
+    reader = threading.Thread(target=lambda: answers.append(space.fetch(space.keys(tokens(4)))))
+    reader.start()
+    assert begun.wait(20)
+    if over:
+        store.clients[-1].close()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.fstat(dialed[0])
+        except OSError:
+            os._exit(0)
+        os._exit(1)
+    inherited = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    forked.set()
+    reader.join(20)
+    assert inherited == 0, "the child has the socket"
+    (fetched,) = answers
+    assert (fetched.blocks, fetched.reason) == (4, Reason.OK)
+    assert np.array_equal(fetched.data, DATA)
