@@ -166,7 +166,7 @@ def lent_environ() -> dict[str, str]:
         conf.append(
             f'Dir::Etc::sourcelist "/dev/null";\nDir::Etc::sourceparts "/{HOST_FILES}/parts";'
         )
-    environ["APT_CONF"] = "\n".join([*conf, 'Acquire::Languages "none";'])
+    environ["APT_CONF"] = "\n".join([*conf, 'Acquire::Languages "none";', 'Acquire::Retries "3";'])
     environ["APT_CONFIG"] = f"/{HOST_FILES}/apt.conf"
     if CERTIFICATES.exists():
         environ["PIP_CERT"] = f"/{HOST_FILES}/ca.crt"
