@@ -6,6 +6,8 @@ import hashlib
 import os
 import secrets
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -246,13 +248,18 @@ def test_a_file_that_everybody_may_exchange_does_not_start(tmp_path: Path) -> No
     assert read(str(link), SETTING, secret=True) == b"x"
 
 
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """Other users may look into it, which they may not into `tmp_path`."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
 @pytest.mark.root
-def test_owners(tmp_path: Path) -> None:
+def test_owners(open_folder: Path) -> None:
     """Of another user it is not ours; a mounted secret of root's is read by its group."""
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
-    path = written(tmp_path / "secret", "x", 0o440)
+    path = written(open_folder / "secret", "x", 0o440)
     os.chown(path, 12_345, 12_345)
     with pytest.raises(StartError, match="belongs to user 12345"):
         read(str(path), SETTING, secret=True)
