@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kvstore.clock import Clock
 from kvstore.config import Limits, Settings, show_size
 from kvstore.core.core import Core
+from kvstore.core.pools import Slot
 from kvstore.ledger import LateLedger, Ledger, open_ledger
 from kvstore.model.reasons import Reason, StartError
 from kvstore.model.values import STAGING, CoreLimits, TenantSpec, TierKind, TierSpec
 from kvstore.mover import Completion, Mover
+from kvstore.policy.base import EvictionPolicy
+from kvstore.policy.choice import policy_maker
 from kvstore.policy.links import Link
 from kvstore.store import Store
 from kvstore.tiers import memory_budget
@@ -33,6 +36,7 @@ from kvstore_server.disk import (
     ledger_threads,
     make_disk,
 )
+from kvstore_server.fdreads import READS_MAX
 from kvstore_server.logs import event
 from kvstore_server.process import region_share, why_few_descriptors
 
@@ -43,6 +47,8 @@ log = logging.getLogger(__name__)
 
 HOST, DISK = 0, 1  # indexes of the tiers
 COPY_THREADS = 2
+# How much larger than memory a disk tier is taken for that takes what its file system has.
+DISK_SHARE = 10
 # What a client's copy out of host memory is taken for until clients have reported some: one
 # thread's memcpy, and the calls around it.
 HOST_BYTES_PER_SECOND = 4e9
@@ -122,7 +128,8 @@ class Assembly:
                 self._start_disk(self.disk, loop)
             self._undo = undo.pop_all()
         regions = self.capacity_bytes // core_limits.region_bytes(self.capacity_bytes)
-        if few := why_few_descriptors(regions, self.limits.sessions_max):
+        reads_max = READS_MAX * max(1, len(settings.tenants))
+        if few := why_few_descriptors(regions, self.limits.sessions_max, reads_max):
             event(log, logging.WARNING, few, setting="limits.sessions_max")
         event(
             log,
@@ -175,7 +182,12 @@ class Assembly:
             # What it may take is its own affair, and known once its file system was asked.
             tiers.append(TierSpec("disk", TierKind.ARCHIVE, settings.disk.capacity_bytes or 1))
         tenants = [TenantSpec(name, one.quota_bytes) for name, one in settings.tenants.items()]
-        return Core(tiers, tenants, core_limits)
+        archive_bytes = 0
+        if settings.disk.path:
+            archive_bytes = settings.disk.capacity_bytes or DISK_SHARE * self.capacity_bytes
+        policy: Callable[[], EvictionPolicy[Slot]]
+        policy = policy_maker(settings.policy.eviction, self.capacity_bytes, archive_bytes)
+        return Core(tiers, tenants, core_limits, policy)
 
     def _open_ledger(self, settings: Settings) -> Ledger:
         try:

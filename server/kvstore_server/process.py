@@ -44,14 +44,14 @@ def region_share(usual: float) -> float:
     return usual if limit == resource.RLIM_INFINITY else max(usual, 4 / limit)
 
 
-def why_few_descriptors(regions: int, sessions_max: int) -> str:
+def why_few_descriptors(regions: int, sessions_max: int, reads_max: int) -> str:
     """Empty if the limit on descriptors leaves room for memory and clients, else a sentence.
 
     A region has two; a client one for its calls, one for its fd socket, one that tells its death
-    and two for staging.
+    and two for staging; a read over the fd socket one, of which all tenants have `reads_max`.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    wanted = 2 * regions + 5 * sessions_max + OWN_DESCRIPTORS
+    wanted = 2 * regions + 5 * sessions_max + reads_max + OWN_DESCRIPTORS
     if limit == resource.RLIM_INFINITY or limit >= wanted:
         return ""
     return f"RLIMIT_NOFILE is {limit}; {sessions_max} sessions and the memory may need {wanted}"

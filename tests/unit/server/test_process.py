@@ -27,3 +27,11 @@ def test_regions_take_at_most_half_of_the_descriptors(limit: int, regions: int) 
         share = process.region_share(1 / 64)
     assert round(1 / share) == regions
     assert 2 * regions <= limit // 2
+
+
+def test_reads_over_the_fd_socket_want_descriptors_too() -> None:
+    wanted = 2 * 16 + 5 * 10 + 64 + process.OWN_DESCRIPTORS
+    with descriptors(wanted):
+        assert process.why_few_descriptors(16, 10, 64) == ""
+    with descriptors(wanted - 1):
+        assert f"may need {wanted}" in process.why_few_descriptors(16, 10, 64)
