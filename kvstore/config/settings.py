@@ -311,6 +311,21 @@ class ReviewSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 24.0
 
 
+class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept."""
+
+    eviction: Annotated[
+        Literal["lru", "hit_density"],
+        knob(
+            "Whom to evict: lru, the least recently used; hit_density, what promises the fewest "
+            "hits for its room, learnt from how blocks are used again, which also decides what "
+            "is worth a write to disk.",
+            when="memory is small beside what is asked for, or the SSD wears out; `kvstore "
+            "simulate` tells the difference on a recorded trace.",
+        ),
+    ] = "lru"
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings. `origins` tells by dotted name where a value that is no default came from."""
 
@@ -323,6 +338,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tcp: TcpSettings = TcpSettings()
     host: HostSettings = HostSettings()
     disk: DiskSettings = DiskSettings()
+    policy: PolicySettings = PolicySettings()
     limits: LimitSettings = LimitSettings()
     state: StateSettings = StateSettings()
     trace: TraceSettings = TraceSettings()

@@ -33,6 +33,8 @@ HISTORY_SHARE = 4.0
 HISTORY_MIN = 1 << 15
 """Names of history that a small pool has, too: 426 kB."""
 RESIZE_EVERY = 256
+EVIDENCE_MIN = 256
+"""Accesses of a class, before its chances say anything."""
 ESTIMATE_AFTER = 512
 """Writes between two estimates of how long the archive keeps a block."""
 KEEPS_MAX_NS = 4_096 * 10**9
@@ -178,14 +180,19 @@ class HitDensity(Generic[E]):
 
     def admit(self, entry: E) -> bool:
         """See `EvictionPolicy`. By the chance that it is asked for again while the archive will
-        have it, which is as long as it takes to fill it at the pace of late.
+        have it, which is as long as it takes to fill it at the pace of late. Of a class that is
+        hardly known everything is written.
         """
+        curve = self._curves[entry.grade]
+        if curve.accesses < EVIDENCE_MIN:
+            return True
         age_ns = self._now_ns - entry.touched_ns
-        chance = self._curves[entry.grade].chance(age_ns, self._keeps_ns)
-        return chance >= self._admit_chance
+        return curve.chance(age_ns, self._keeps_ns) >= self._admit_chance
 
     def _estimate_keeping(self) -> None:
         """How long the archive keeps a block."""
+        if self._below <= 0:
+            return
         elapsed_ns = self._now_ns - self._estimated_ns
         if self._written < ESTIMATE_AFTER and elapsed_ns < self._keeps_ns:
             return

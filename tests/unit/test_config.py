@@ -54,6 +54,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "state.path": st.sampled_from(["", "/var/lib/kvstore"]),
     "trace.ring_records": st.integers(0, 1 << 20),
     "trace.file": st.sampled_from(["", "/var/log/kv.jsonl"]),
+    "policy.eviction": st.sampled_from(["lru", "hit_density"]),
     "review.ttl_hours": st.floats(0, 24 * 366, allow_nan=False),
     "tenants.alice.socket": st.sampled_from(["", "alice.sock"]),
     "tenants.alice.mode": st.sampled_from(["0600", "0666"]),

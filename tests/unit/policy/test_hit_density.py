@@ -1,0 +1,170 @@
+"""Hit density: what it learns, whom it evicts for it, what it writes to disk, what it remembers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.model.reasons import Reason
+from kvstore.policy.history import USES_MAX, History, Past
+from kvstore.policy.hit_density import EVIDENCE_MIN, HitDensity
+from kvstore.policy.reuse import BINS, EDGES_NS, Curve
+
+SECOND = 10**9
+
+
+@dataclass(eq=False)
+class Block:
+    """An entry as policies see it."""
+
+    key: bytes
+    parent: bytes = b""
+    depth: int = 0
+    hits: int = 0
+    touched_ns: int = 0
+    prompt_tokens: int = 0
+    saved: bool = False
+    uses: int = 0
+    grade: int = 0
+
+
+def named(number: int) -> bytes:
+    return number.to_bytes(8, "little") * 4
+
+
+class Stand:
+    """A policy, and blocks that come, are used and go as the core has it."""
+
+    def __init__(self, policy: HitDensity[Block] | None = None) -> None:
+        self.policy: HitDensity[Block] = policy or HitDensity()
+        self.now_ns = 0
+
+    def come(self, number: int, tokens: int = 1_000) -> Block:
+        block = Block(named(number), prompt_tokens=tokens, touched_ns=self.now_ns)
+        self.policy.insert([block], self.now_ns)
+        return block
+
+    def use(self, block: Block) -> None:
+        self.policy.use([block], self.now_ns)
+        block.touched_ns = self.now_ns
+
+    def go(self) -> Block:
+        block = self.policy.coldest()
+        assert block is not None
+        self.policy.departed(block, Reason.MISS_EVICTED, self.now_ns)
+        self.policy.remove(block)
+        return block
+
+    def teach(self, rounds: int = 400) -> None:
+        """Short prompts are asked for again after a second, long ones never."""
+        for number in range(rounds):
+            self.now_ns += SECOND
+            short = self.come(10**6 + number, 1_000)
+            self.come(2 * 10**6 + number, 100_000)
+            self.now_ns += SECOND
+            self.use(short)
+            while len(self.policy) > 20:
+                self.go()
+
+
+def test_before_anything_was_learnt_it_is_lru() -> None:
+    stand = Stand()
+    blocks = []
+    for number in range(20):
+        stand.now_ns += SECOND
+        blocks.append(stand.come(number, 1_000 if number % 2 else 100_000))
+    assert [stand.go() for _ in range(20)] == blocks
+
+
+def test_what_is_never_asked_for_again_goes_first() -> None:
+    stand = Stand()
+    stand.teach()
+    while len(stand.policy):
+        stand.go()
+    short = stand.come(1, 1_000)
+    stand.now_ns += SECOND // 2
+    long = stand.come(2, 100_000)
+    assert stand.go() is long, "although it is younger"
+    assert stand.go() is short
+
+
+def test_only_what_will_be_asked_for_is_worth_a_write() -> None:
+    stand = Stand(HitDensity(reach=10))
+    stand.teach(rounds=2 * EVIDENCE_MIN)
+    assert stand.policy.admit(stand.come(1, 1_000))
+    assert not stand.policy.admit(stand.come(2, 100_000))
+
+
+def test_of_what_is_not_known_everything_is_written() -> None:
+    stand = Stand(HitDensity(reach=10))
+    assert stand.policy.admit(stand.come(1))
+
+
+def test_a_block_that_returns_is_known_by_its_past() -> None:
+    stand = Stand()
+    block = stand.come(1)
+    stand.use(block)
+    stand.now_ns += 10 * SECOND
+    assert stand.go() is block
+    assert stand.come(1).uses == 3
+    assert stand.come(2).uses == 1
+
+
+def test_touching_is_not_using() -> None:
+    stand = Stand()
+    block, other = stand.come(1), stand.come(2)
+    stand.policy.touch([block], SECOND)
+    assert block.uses == 1
+    block.touched_ns = SECOND
+    assert stand.go() is other
+
+
+@given(st.lists(st.tuples(st.integers(0, BINS - 1), st.integers(1, 50)), max_size=20))
+def test_chances_and_densities_are_what_they_say(waits: list[tuple[int, int]]) -> None:
+    curve = Curve()
+    total = 0
+    for bin_, count in waits:
+        for _ in range(count):
+            curve.begin()
+            curve.end(([0, *EDGES_NS])[bin_])
+        total += count
+    for _ in range(total):
+        curve.begin()
+    curve._refresh()
+    assert all(density >= 0 for density in curve.densities())
+    wide = [curve.chance(age, 10**15) for age in (0, *EDGES_NS)]
+    assert all(0 <= one <= 1 for one in wide)
+    if total:
+        assert wide[0] == pytest.approx(0.5)
+        assert curve.chance(0, 10**9) <= wide[0]
+
+
+def test_history_remembers_the_last_names_in_bounded_room() -> None:
+    history = History()
+    assert history.take(named(1)) is None
+    history.resize(1_000)
+    for number in range(1, 5_000):
+        history.put(named(number), Past(number * SECOND, number, number % 16))
+    assert history.table_bytes <= 13 * 1_024
+    assert history.take(named(1)) is None
+    past = history.take(named(4_990))
+    assert past is not None
+    assert abs(past.asked_ns - 4_990 * SECOND) < SECOND // 10
+    assert (past.uses, past.grade) == (USES_MAX, 4_990 % 16)
+    assert history.take(named(4_990)) is None, "it is taken once"
+
+
+def test_a_larger_history_still_knows_what_the_smaller_one_knew() -> None:
+    history = History()
+    history.resize(160)
+    history.put(named(7), Past(SECOND, 2, 5))
+    history.resize(1_600)
+    past = history.take(named(7))
+    assert past is not None
+    assert past.uses == 2
+    for number in range(8, 400):
+        history.put(named(number), Past(SECOND, 1, 0))
+    assert history.table_bytes == 13 * 1_600, "the old table is gone"
