@@ -8,13 +8,20 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
-from tests.bench import daemon_cost, data_plane, disk_gets, disk_puts, disk_restarts
+from tests.bench import (
+    daemon_cost,
+    data_plane,
+    disk_gets,
+    disk_puts,
+    disk_restarts,
+    policy_cost,
+)
 from tests.bench.harness import Results
 from tests.daemon import start_daemon
 
 ON_BLOCKS = ("reads", "redis", "stream", "puts")
 """Of a store that is filled with 1 MiB blocks."""
-GROUPS = ("lookup", *ON_BLOCKS, "daemon", "disk-gets", "disk-puts", "disk-restarts")
+GROUPS = ("lookup", *ON_BLOCKS, "policy", "daemon", "disk-gets", "disk-puts", "disk-restarts")
 
 
 def main() -> None:
@@ -39,6 +46,8 @@ def main() -> None:
 def _measure(results: Results, folder: Path, groups: Collection[str]) -> None:
     if {"lookup", *ON_BLOCKS} & set(groups):
         _data_plane(results, folder, groups)
+    if "policy" in groups:
+        policy_cost.measure(results)
     if "daemon" in groups:
         daemon_cost.measure(results, folder)
     if "disk-gets" in groups:
