@@ -12,6 +12,7 @@ the result is a value with a reason.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ __all__ = [
     "MapRegion",
     "MapStaging",
     "Operation",
+    "Pause",
     "Refusal",
     "Release",
     "Rpc",
@@ -95,10 +97,17 @@ class Stream:
     run: Callable[[], Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A little patience, never beyond the deadline. Answer: None."""
+
+    ms: int
+
+
 Release = Callable[[Session, int, pb.LoadReport | None], None]
 """Ends a lease without waiting."""
 
-Step = Connect | Rpc | MapRegion | MapStaging | Local | Stream
+Step = Connect | Rpc | MapRegion | MapStaging | Local | Stream | Pause
 Operation = Generator[Step, Any, T]
 
 
@@ -156,6 +165,9 @@ def perform(step: Step, link: Link, deadline: Deadline) -> Any:
         return link.session(deadline)
     if isinstance(step, Stream):
         return link.through(step.session, deadline.left_s(), step.run)
+    if isinstance(step, Pause):
+        time.sleep(min(step.ms / 1e3, deadline.left_s()))
+        return None
     memory = step.session.memory
     if memory is None:
         raise CallFailed(Reason.REGION_UNKNOWN, "this session shares no memory")

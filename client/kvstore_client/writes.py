@@ -8,7 +8,7 @@ being written by somebody else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,7 @@ from kvstore_client.steps import (
     Local,
     MapStaging,
     Operation,
+    Pause,
     Rpc,
     Stream,
     UserError,
@@ -47,6 +48,11 @@ from kvstore_client.steps import (
 from kvstore_client.streams import Fill, RowsFill, upload_blocks
 
 __all__ = ["PushRequest", "push"]
+
+STAGING_PAUSES_MS = (5, 10, 20)
+"""A session's first push asks for memory that the daemon may have to take from blocks before it is
+there: a few milliseconds, so it is asked again. Others who have it may keep it for longer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,7 @@ def _push_chain(
     chain = request.keys[start : start + session.keys_per_call_max]
     first = max(0, request.first_block - start)
     first_look = True
+    pauses = iter(STAGING_PAUSES_MS)
     while first < len(chain):
         message = _reserve_request(context, spec, session, binding, request, chain, first, start)
         message.since = tally.mark
@@ -169,6 +176,8 @@ def _push_chain(
             first_look = False
         tally.reason = Reason.from_wire(reply.reason)
         if not reply.lease_id:
+            if (yield from _waited(context, tally.reason, pauses)):
+                continue
             return
         first = yield from _fill_and_commit(
             context, spec, session, request, start, first, len(chain), reply, tally
@@ -179,6 +188,15 @@ def _push_chain(
             tally.reason = Reason.OK  # there was progress: another window
             continue
         return
+
+
+def _waited(context: Context, reason: Reason, pauses: Iterator[int]) -> Operation[bool]:
+    """Whether to ask again for staging, now that some time has passed."""
+    pause_ms = next(pauses, 0) if reason is Reason.STAGING_BUSY else 0
+    if not 0 < pause_ms < context.deadline.left_ms():
+        return False
+    yield Pause(pause_ms)
+    return True
 
 
 def _reserve_request(
@@ -326,7 +344,8 @@ def _push_streams(
     tally.present += len(chain) - first - len(absent)
     part_bytes = spec.layout.part_bytes
     step = max(1, session.limits.staging_bytes // (2 * part_bytes))
-    for at in range(0, len(absent), step):
+    at, pauses = 0, iter(STAGING_PAUSES_MS)
+    while at < len(absent):
         window = absent[at : at + step]
         end = window[-1] + 1
         message = _reserve_request(
@@ -349,6 +368,9 @@ def _push_streams(
         reply = _push_reply(data, len(window))
         check_open(reply.reason)
         tally.mark = tally.mark or reply.mark
+        tally.reason = Reason.from_wire(reply.reason)
+        if not reply.stored and (yield from _waited(context, tally.reason, pauses)):
+            continue
         between = end - window[0] - len(window)
         if len(spec.layout.parts) == 1:
             tally.stored += reply.stored
@@ -357,9 +379,9 @@ def _push_streams(
         tally.failed += reply.failed
         tally.present += max(0, reply.present - between)
         tally.reserved += reply.reserved
-        tally.reason = Reason.from_wire(reply.reason)
         if tally.reason is not Reason.OK:
             return
+        at += step
 
 
 def _absent(
