@@ -446,35 +446,46 @@ class RawClient:
             rows.append(row if same else None)
         return rows
 
-    def read(self, leased: Leased) -> list[Bytes | None]:
+    def read(
+        self, leased: Leased, meanwhile: Callable[[], object] | None = None
+    ) -> list[Bytes | None]:
         """As `copy`, sent over the fd socket: a connection for each run of blocks. `read_end` is
-        why the last one ended.
+        why the last one ended. meanwhile: called when the first piece of one is here; a daemon
+        that has hung up by then has said nothing more.
         """
         rows: list[Bytes | None] = []
         for there, places in itertools.groupby(leased.places, lambda place: bool(place.region)):
             blocks = len(list(places))
             if there:
-                rows += self._sent(leased, len(rows), blocks)
+                rows += self._sent(leased, len(rows), blocks, meanwhile)
             else:
                 rows += [None] * blocks
         return rows
 
-    def _sent(self, leased: Leased, first: int, blocks: int) -> list[Bytes | None]:
+    def _sent(
+        self, leased: Leased, first: int, blocks: int, meanwhile: Callable[[], object] | None
+    ) -> list[Bytes | None]:
         width = leased.block_bytes
         fetch = fd_pb2.FdFetch(
             session=self.secret, lease_id=leased.lease_id, first=first, blocks=blocks, length=width
         )
+        reply, data = fd_pb2.FdReply(), bytearray()
         wire = FdChannel(self.data_socket)
         try:
             reply, _ = wire.ask(fetch=fetch)
-            data = bytearray()
             while reply.piece.length:
                 assert (reply.piece.block, reply.piece.offset) == divmod(len(data), width)
                 data += wire.bare(reply.piece.length)
+                if meanwhile is not None and len(data) == reply.piece.length:
+                    meanwhile()
                 reply, _ = wire.receive()
+            self.read_end = reason(reply.reason)
+        except (EOFError, ConnectionError):
+            if meanwhile is None:
+                raise
+            self.read_end = Reason.UNAVAILABLE
         finally:
             wire.close()
-        self.read_end = reason(reply.reason)
         # What was sent counts as far as the last frame says.
         rows = np.frombuffer(bytes(data[: reply.piece.block * width]), np.uint8).reshape(-1, width)
         return [*rows, *[None] * (blocks - len(rows))]

@@ -92,6 +92,25 @@ def late_reader(path: str, ttl_ms: str, seed: str) -> None:
         heard()
 
 
+def late_taker(path: str, ttl_ms: str, seed: str, blocks: str) -> None:
+    """Reads blocks over the fd socket, and waits to be told within (it is stopped meanwhile)."""
+
+    def meanwhile() -> None:
+        say(begun=True)
+        heard()
+
+    with RawClient(path, group=b"late") as client:
+        space = client.open(model()).space_id
+        prompt = Prompt(model(), int(seed), blocks=int(blocks))
+        rows = client.read(client.acquire(space, prompt.keys, ttl_ms=int(ttl_ms)), meanwhile)
+        findings: Counter[str] = Counter()
+        for index, row in enumerate(rows):
+            right = row is not None and prompt.finding(index, row) is Finding.RIGHT
+            findings["miss" if row is None else "right" if right else "wrong"] += 1
+        say(findings=findings)
+        heard()
+
+
 def reader(path: str, seed: str, seconds: str) -> None:
     """Copies blocks row by row with a short lease, checks each and counts; it is stopped at random
     moments.
@@ -318,6 +337,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "die_in_commit": die_in_commit,
     "hold": hold,
     "late_reader": late_reader,
+    "late_taker": late_taker,
     "late_writer": late_writer,
     "rank": rank_one,
     "reader": reader,

@@ -23,6 +23,8 @@ FROZEN = 2
 TTL_MS = 150
 EVICTED = 9 << 20
 """Bytes put over a frozen reader's blocks: more than the daemon holds."""
+SENT = 512
+"""Blocks read over the fd socket, in two pieces, each of more than the kernel takes at once."""
 DEADLINE_MS = 200
 LATE_S = 1.0
 FROZEN_S = 8.0
@@ -36,7 +38,8 @@ def frozen_clients(job: Job, daemon: Daemon, outcome: Outcome) -> None:
     for turn in range(job.scale.of(FROZEN)):
         _late_reader(daemon, outcome, 100 + turn)
         _late_writer(daemon, outcome, 200 + turn)
-        outcome.trials += 2
+        _late_taker(daemon, outcome, 300 + turn)
+        outcome.trials += 3
 
 
 def _late_reader(daemon: Daemon, outcome: Outcome, seed: int) -> None:
@@ -49,9 +52,7 @@ def _late_reader(daemon: Daemon, outcome: Outcome, seed: int) -> None:
             child.stop()
             if not until(lambda: not admin.stats().read_leases, 10.0):
                 outcome.failed.append("a frozen reader's lease does not end")
-            for number in range(EVICTED // (256 * 4_096)):
-                other = Prompt(model(), seed * 1_000 + number, blocks=256)
-                client.put(space, other.keys, other.rows())
+            _overwrite(client, space, seed)
             evicted = sum(row is None for row in client.get(space, prompt.keys))
             child.wake()
             said = child.ask()
@@ -63,6 +64,37 @@ def _late_reader(daemon: Daemon, outcome: Outcome, seed: int) -> None:
         outcome.failed.append(f"a frozen reader: {leased} leased, {evicted} evicted, {findings}")
     if said["unknown"] != 1:
         outcome.failed.append("a reader that woke late was not told that its lease is over")
+
+
+def _overwrite(client: RawClient, space: int, seed: int) -> None:
+    for number in range(EVICTED // (256 * 4_096)):
+        other = Prompt(model(), seed * 1_000 + number, blocks=256)
+        client.put(space, other.keys, other.rows())
+
+
+def _late_taker(daemon: Daemon, outcome: Outcome, seed: int) -> None:
+    """A read over the fd socket stands still, its lease ends, others get the slots, it goes on."""
+    prompt = Prompt(model(), seed, blocks=SENT)
+    with RawClient(daemon.data_socket) as client, RawClient(daemon.data_socket) as other:
+        space = client.open(model()).space_id
+        client.put(space, prompt.keys, prompt.rows())
+        leased = client.acquire(space, prompt.keys)
+        evicted: list[int] = []
+
+        def meanwhile() -> None:
+            client.release(leased.lease_id)
+            _overwrite(other, other.open(model()).space_id, seed)
+            evicted.append(sum(row is None for row in other.get(space, prompt.keys)))
+
+        rows = client.read(leased, meanwhile)
+    taken = [row for row in rows if row is not None]
+    check_rows(outcome, prompt, taken, "sent after the end of its lease")
+    outcome.counts["sent_and_disowned"] += SENT - len(taken)
+    if leased.blocks != SENT or not evicted or not evicted[0]:
+        outcome.failed.append(f"a slow taker: {leased.blocks} leased, {evicted} evicted")
+    # One that stood still for a second after its lease was cut.
+    if len(taken) >= SENT or client.read_end not in (Reason.LEASE_EXPIRED, Reason.UNAVAILABLE):
+        outcome.failed.append(f"a slow taker: {len(taken)} taken, then {client.read_end.name}")
 
 
 def _late_writer(daemon: Daemon, outcome: Outcome, seed: int) -> None:

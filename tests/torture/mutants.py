@@ -155,6 +155,13 @@ def _hits_counted_twice() -> None:
     metrics.lookup = twice
 
 
+def _sent_without_a_lease() -> None:
+    # Both guards: each holds where the other one is forgotten.
+    read = _module("kvstore_server.fdreads").Read
+    read._why_over = lambda self: None
+    read._why_changed = lambda self: None
+
+
 def _no_deadline() -> None:
     deadline = _module("kvstore_client.session").Deadline
     deadline.left_s = lambda self: 60.0
@@ -227,6 +234,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "the metrics say more hits than there were",
         _hits_counted_twice,
         ("L",),
+    ),
+    Mutant(
+        "sent-without-a-lease",
+        "what is sent over the fd socket is sent although its lease has ended, and confirmed",
+        _sent_without_a_lease,
+        ("H",),
     ),
     Mutant(
         "no-deadline",
