@@ -214,6 +214,12 @@ def _fetch_window(
         outcome = done.reason
         if done.reason is Reason.OK and blocks < len(keys):
             done.reason = _absence(reply)
+    except NotServed:
+        outcome = Reason.UNAVAILABLE
+        raise
+    except CallFailed as failure:
+        outcome = failure.reason
+        raise
     finally:
         context.release(
             session,

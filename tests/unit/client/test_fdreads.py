@@ -284,6 +284,8 @@ def test_without_an_answer_there_is_grpc(store: Store, dial: Dial, dials_again: 
         assert store.requests["Fetch"] == number
     assert len(dialed) == (2 if dials_again else 1)
     assert store.wait(lambda s: not s.leases)
+    said = {Reason.from_wire(report.reason) for report in store.reports}
+    assert said == {Reason.UNAVAILABLE}, "no defect, for which somebody would be woken"
     whole = space.fetch(space.keys(tokens(4)), all_or_nothing=True)
     assert (whole.blocks, whole.reason) == (0, Reason.NOT_SUPPORTED)
 
