@@ -156,11 +156,13 @@ class FullDisk:
         cycles = job.scale.of(CYCLES, at_least=2)
         tasks: list[Callable[[], Outcome]] = []
         why = []
-        for name, make in (("tmpfs", tmpfs), ("ext4", ext4)):
+        # A capacity beyond the file system meets its end; a smaller one is kept beside others.
+        for name, make, often in (("tmpfs", tmpfs, SMALLER), ("ext4", ext4, LARGER)):
             if reason := missing_file_system(make, job.folder):
                 why.append(f"{name}: {reason}")
                 continue
-            for capacity, count in ((LARGER, cycles), (SMALLER, max(1, cycles // 10))):
+            for capacity in (LARGER, SMALLER):
+                count = cycles if capacity == often else cycles // 2
                 tasks.append(_cycles(job, f"{name}-{capacity // MIB}", make, capacity, count))
         for limit in (_file_size, _read_only, _no_permission, _removed):
             tasks.append(_limit(job, limit))
