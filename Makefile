@@ -30,7 +30,7 @@ $(BIN)/python:
 
 $(VENV)/installed: pyproject.toml constraints/dev.txt | $(BIN)/python
 	@echo '== installing what the targets need into $(VENV)'
-	$(BIN)/python -m pip install --progress-bar off -q -e '.[dev]' -c constraints/dev.txt
+	$(BIN)/python -m pip install --no-compile --progress-bar off -q -e '.[dev]' -c constraints/dev.txt
 	@touch $@
 
 demo: $(VENV)/installed

@@ -15,7 +15,7 @@ from tests.simulation.planted import PLANTED
 
 FAST_SEEDS = range(100)
 FAST_STEPS = 250
-SLOW_SEEDS = range(1_000, 1_100)
+SLOW_SEEDS = range(1_000, 1_050)
 SLOW_STEPS = 2_000
 PLANTED_SEEDS = range(60)
 

@@ -52,7 +52,9 @@ def check_restart(folder: MemoryFolder) -> set[tuple[int, bytes]]:
     return named
 
 
-@pytest.mark.parametrize("keep", [Keep.ALL, Keep.NONE, Keep.TORN, Keep.SECTORS])
+@pytest.mark.parametrize(
+    "keep", [pytest.param(Keep.ALL, marks=pytest.mark.slow), Keep.NONE, Keep.TORN, Keep.SECTORS]
+)
 def test_at_any_moment_what_was_committed_is_readable_and_the_rest_absent(keep: Keep) -> None:
     seed = 20_240_601
     chance = random.Random(seed)
@@ -117,7 +119,9 @@ def assert_well(bench: DiskBench) -> None:
 
 
 @pytest.mark.parametrize("op", [Op.CREATE, Op.PWRITEV, Op.FDATASYNC, Op.UNLINK, Op.STATVFS])
-@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize(
+    "error", [pytest.param(errno.EIO, marks=pytest.mark.slow), errno.ENOSPC, errno.EROFS]
+)
 def test_any_operation_that_fails_once_costs_blocks_at_most(op: Op, error: int) -> None:
     for nth in range(1, 40, 1 if error == errno.EIO else 3):
         injection = Injection(op, nth, error=error, moved_bytes=512)

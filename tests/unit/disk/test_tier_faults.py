@@ -53,6 +53,7 @@ def test_a_small_file_system_is_filled_and_no_more() -> None:
     assert bench.tier.stats().state == "ok"
 
 
+@pytest.mark.slow
 def test_room_that_others_take_is_given_and_used_again_when_it_returns() -> None:
     bench = DiskBench(MemoryFolder(capacity_bytes=16 * MIB), capacity_bytes=14 * MIB)
     for turn in range(20):
