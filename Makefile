@@ -11,6 +11,8 @@ TEST_KINDS := unit contract simulation golden integration e2e field deploy tidy
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
+# Tests start daemons by the hundred: each would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test check bench run proto torture torture-mutants
 help:
@@ -30,7 +32,7 @@ $(BIN)/python:
 
 $(VENV)/installed: pyproject.toml constraints/dev.txt | $(BIN)/python
 	@echo '== installing what the targets need into $(VENV)'
-	$(BIN)/python -m pip install --no-compile --progress-bar off -q -e '.[dev]' -c constraints/dev.txt
+	$(BIN)/python -m pip install --progress-bar off -q -e '.[dev]' -c constraints/dev.txt
 	@touch $@
 
 demo: $(VENV)/installed
