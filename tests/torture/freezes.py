@@ -72,6 +72,12 @@ def _overwrite(client: RawClient, space: int, seed: int) -> None:
         client.put(space, other.keys, other.rows())
 
 
+OVER = (Reason.LEASE_EXPIRED, Reason.GENERATION_CHANGED, Reason.UNAVAILABLE)
+"""How a read ends whose lease has. GENERATION_CHANGED: a piece that was sent in time, whose slots
+were written again before it was confirmed.
+"""
+
+
 def _late_taker(daemon: Daemon, outcome: Outcome, seed: int) -> None:
     """A read over the fd socket stands still, its lease ends, others get the slots, it goes on."""
     prompt = Prompt(model(), seed, blocks=SENT)
@@ -92,8 +98,8 @@ def _late_taker(daemon: Daemon, outcome: Outcome, seed: int) -> None:
     outcome.counts["sent_and_disowned"] += SENT - len(taken)
     if leased.blocks != SENT or not evicted or not evicted[0]:
         outcome.failed.append(f"a slow taker: {leased.blocks} leased, {evicted} evicted")
-    # One that stood still for a second after its lease was cut.
-    if len(taken) >= SENT or client.read_end not in (Reason.LEASE_EXPIRED, Reason.UNAVAILABLE):
+    # UNAVAILABLE: one that stood still for a second after its lease was cut.
+    if len(taken) >= SENT or client.read_end not in OVER:
         outcome.failed.append(f"a slow taker: {len(taken)} taken, then {client.read_end.name}")
 
 
