@@ -21,7 +21,7 @@ from kvstore.config.network import HttpSettings, TcpSettings
 DEFAULT_TENANT = "default"
 
 _MIB = 1 << 20
-CAPACITY_BYTES_MIN = _MIB
+CAPACITY_BYTES_MIN = 64 << 10
 """Of the host tier. Less is a slip, such as 16 for 16GiB, and would be a store of nothing."""
 SIZE_UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": _MIB, "KiB": 1 << 10, "B": 1}
 

@@ -251,7 +251,7 @@ def test_limits_follow_from_the_capacity() -> None:
 
 def test_a_host_tier_of_next_to_nothing_is_a_slip() -> None:
     settings = load(environ=CLEAN, flags={"host.capacity_bytes": "16"})
-    with pytest.raises(StartError, match=r"16B hold no blocks: 1MiB .*host\.capacity_bytes"):
+    with pytest.raises(StartError, match=r"16B hold no blocks: 64KiB .*host\.capacity_bytes"):
         settings.limits_for(settings.host.capacity_bytes)
     assert settings.limits_for(1 << 20).staging_bytes == 1 << 17
 
