@@ -36,8 +36,10 @@ PIECE_BYTES = 1 << 20
 BLOCKS_MAX = 256
 """In one piece: their addresses and generations are looked up one by one."""
 SEND_BYTES = 1 << 20
-"""Offered to the kernel in one call; it takes what its buffer has room for. The buffer is made as
-large as this, or as the kernel lets us: each time that it is full costs two wake-ups.
+"""Offered to the kernel in one call; it takes what its buffer has room for."""
+BUFFER_BYTES = 256 << 10
+"""Of the kernel, which doubles it: each time that it is full costs two wake-ups. Less than a piece,
+so that not much is under way for a lease that has ended.
 """
 LINGER_S = 1.0
 """That a read outlives its lease, to say that it has ended."""
@@ -175,7 +177,7 @@ class Read:
         self._void: Reason | None = None  # why the piece and all that follows do not count
         self._last = False
         self._closed = False
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self._loop = asyncio.get_running_loop()
         until_ns = lease.until_ns or 0
         left_s = max(0.0, (until_ns - self._store.clock.monotonic_ns()) / 1e9)
