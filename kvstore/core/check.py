@@ -71,6 +71,8 @@ def _check_pool(pool: Pool) -> None:
     free = set(pool.free)
     assert len(free) == len(pool.free), "no slot is free twice"
     ready = 0
+    for slot in pool.inner:
+        assert slot.state is READY, "what has left is not kept among those that others hang on"
     for region in pool.regions.values():
         for slot in region.slots:
             assert (slot.state is FREE) == (slot in free), "the free list holds the FREE slots"

@@ -189,8 +189,8 @@ class Pool:
         self.block_bytes = 0
         self.pinned_bytes = 0
         self.pressed_at = 0
-        self.inner: dict[Slot, int] = {}
-        """Shelved because others hang on them; to their generations. Some may be so no more."""
+        self.inner: dict[Slot, None] = {}
+        """READY, shelved because others hang on them, in their order. Some may be so no more."""
         self.spared: dict[Slot, int] = {}
         """Shelved because a command used them; to their generations."""
         self.spared_at = 0
@@ -277,6 +277,7 @@ class Pool:
         """FILLING | READY -> DOOMED or, if nobody holds it, FREE. Its name is gone already."""
         self.policy.remove(slot)
         self._unhang(slot)
+        self.inner.pop(slot, None)
         slot.fill = None
         if slot.holds:
             self._set(slot, DOOMED)
@@ -339,7 +340,7 @@ class Pool:
                 slot.marked = True
             elif slot.children:
                 slot.marked = False
-                self.inner[slot] = slot.generation
+                self.inner[slot] = None
             elif slot.command >= spared:
                 self._spare(slot)
             elif slot.touched_ns > self._spared_ns:
@@ -362,15 +363,18 @@ class Pool:
         """Nothing is left but what others hang on that may not go: the first met of those that may.
         Else a reader of one block would keep all that come before it.
         """
-        for slot, generation in list(self.inner.items()):
-            stale = slot.generation != generation or slot.state is not READY
-            if stale or slot.marked or slot in self.policy:
-                del self.inner[slot]
+        found, past = None, []
+        for slot in self.inner:
+            if slot.marked or slot in self.policy:
+                past.append(slot)
                 continue
             older = slot.command < spared and slot.touched_ns <= self._spared_ns
             if older and slot.holds == slot.saves:
-                return slot
-        return None
+                found = slot
+                break
+        for slot in past:
+            del self.inner[slot]
+        return found
 
     def _spare(self, slot: Slot) -> None:
         self.spared[slot] = slot.generation
