@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
 
 import pytest
@@ -12,22 +11,7 @@ from kvstore.model.reasons import Reason
 from kvstore.policy.base import EvictionPolicy
 from kvstore.policy.hit_density import HitDensity
 from kvstore.policy.lru import Lru
-
-
-@dataclass(eq=False)
-class Block:
-    """An entry as policies see it."""
-
-    key: bytes
-    parent: bytes = b""
-    depth: int = 0
-    hits: int = 0
-    touched_ns: int = 0
-    prompt_tokens: int = 0
-    saved: bool = False
-    uses: int = 0
-    grade: int = 0
-
+from tests.policy_kit import Block
 
 Policy = EvictionPolicy[Block]
 POLICIES: dict[str, Callable[[], Policy]] = {"lru": Lru, "hit_density": HitDensity}

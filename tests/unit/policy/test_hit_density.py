@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,23 +10,9 @@ from kvstore.model.reasons import Reason
 from kvstore.policy.history import USES_MAX, History, Past
 from kvstore.policy.hit_density import EVIDENCE_MIN, HitDensity
 from kvstore.policy.reuse import BINS, EDGES_NS, Curve
+from tests.policy_kit import Block
 
 SECOND = 10**9
-
-
-@dataclass(eq=False)
-class Block:
-    """An entry as policies see it."""
-
-    key: bytes
-    parent: bytes = b""
-    depth: int = 0
-    hits: int = 0
-    touched_ns: int = 0
-    prompt_tokens: int = 0
-    saved: bool = False
-    uses: int = 0
-    grade: int = 0
 
 
 def named(number: int) -> bytes:

@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvstore.policy.lru import Lru
-
-
-@dataclass(eq=False)
-class Block:
-    """An entry as policies see it."""
-
-    key: bytes
-    parent: bytes = b""
-    depth: int = 0
-    hits: int = 0
-    touched_ns: int = 0
-    prompt_tokens: int = 0
-    saved: bool = False
-    uses: int = 0
-    grade: int = 0
+from tests.policy_kit import Block
 
 
 def order(lru: Lru[Block]) -> list[bytes]:
