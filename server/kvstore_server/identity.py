@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstore.config import Settings
-from kvstore.model.reasons import Reason, StartError
+from kvstore.config.knob import wrong
 from kvstore_server import secretfiles
 
 TOKEN_CHARS_MIN = 43
@@ -98,11 +98,10 @@ def load(settings: Settings) -> Identity:
         tokens[tenant] = [_digest(token) for token in _tokens(one.token_file, setting)]
         for digest in tokens[tenant]:
             if owners.setdefault(digest, tenant) != tenant:
-                raise StartError(
-                    Reason.START_SETTINGS,
+                raise wrong(
+                    setting,
                     f"a token in {one.token_file} is the tenant {owners[digest]!r}'s already: a "
                     "token belongs to one tenant",
-                    setting,
                 )
         names |= dict.fromkeys(one.certificate_names, tenant)
     return Identity(tokens, names)
@@ -113,10 +112,10 @@ def _tokens(path: str, setting: str) -> Iterator[str]:
     lines = [line.strip() for line in text.splitlines()]
     found = [line for line in lines if line and not line.startswith("#")]
     if not found:
-        raise StartError(Reason.START_SETTINGS, f"{path} holds no token", setting)
+        raise wrong(setting, f"{path} holds no token")
     if len(found) > TOKENS_MAX:
         detail = f"{path} holds {len(found)} tokens, {TOKENS_MAX} at most"
-        raise StartError(Reason.START_SETTINGS, detail, setting)
+        raise wrong(setting, detail)
     for token in found:
         detail = ""
         if not _TOKEN.fullmatch(token):
@@ -127,7 +126,7 @@ def _tokens(path: str, setting: str) -> Iterator[str]:
             detail = "is not random"
         if detail:
             detail = f"a token in {path} {detail}: make one with `kvstore token`"
-            raise StartError(Reason.START_SETTINGS, detail, setting)
+            raise wrong(setting, detail)
         yield token
 
 

@@ -11,7 +11,7 @@ import os
 import stat
 
 from kvstore import folders
-from kvstore.model.reasons import Reason, StartError
+from kvstore.config.knob import wrong
 
 BYTES_MAX = 256 << 10
 """A bundle of authorities is the largest of them."""
@@ -35,30 +35,26 @@ def read(path: str, setting: str, *, secret: bool) -> bytes:
         finally:
             os.close(fd)
     except folders.Exchangeable as error:
-        raise _refused(setting, error.detail) from None
+        raise wrong(setting, error.detail) from None
     except OSError as error:
-        raise _refused(setting, f"cannot read {path}: {error.strerror}") from None
+        raise wrong(setting, f"cannot read {path}: {error.strerror}") from None
     if not content.strip():
-        raise _refused(setting, f"{path} is empty")
+        raise wrong(setting, f"{path} is empty")
     if len(content) > BYTES_MAX:
-        raise _refused(setting, f"{path} has more than {BYTES_MAX} bytes")
+        raise wrong(setting, f"{path} has more than {BYTES_MAX} bytes")
     return content
 
 
 def _check(path: str, setting: str, found: os.stat_result, *, secret: bool) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise _refused(setting, f"{path} is no file")
+        raise wrong(setting, f"{path} is no file")
     uid = os.geteuid()
     if found.st_uid not in (uid, 0):
-        raise _refused(setting, f"{path} belongs to user {found.st_uid}, not to us")
+        raise wrong(setting, f"{path} belongs to user {found.st_uid}, not to us")
     closed = 0o077 if secret else 0o022
     if secret and found.st_uid == 0 != uid:
         closed = 0o037
     if found.st_mode & closed:
         mode = stat.S_IMODE(found.st_mode)
         whom = "others may read or write it" if secret else "others may write it"
-        raise _refused(setting, f"{path} has mode {mode:04o}: {whom}; chmod 0600 it")
-
-
-def _refused(setting: str, detail: str) -> StartError:
-    return StartError(Reason.START_SETTINGS, detail, setting)
+        raise wrong(setting, f"{path} has mode {mode:04o}: {whom}; chmod 0600 it")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import grpc
 
 from kvstore.config import TcpSettings
-from kvstore.model.reasons import Reason, StartError
+from kvstore.config.knob import wrong
 from kvstore_server import secretfiles
 
 _CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
@@ -44,7 +44,7 @@ def load(settings: TcpSettings) -> Material:
     known = _parsed(authorities, settings.client_ca_file, "tcp.client_ca_file")
     if not known.get_ca_certs(binary_form=True):
         detail = f"{settings.client_ca_file} holds no certificate of an authority"
-        raise _refused("tcp.client_ca_file", detail)
+        raise wrong("tcp.client_ca_file", detail)
     return Material(certificate, key, authorities)
 
 
@@ -80,7 +80,7 @@ def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:
 def _certificates(path: str, setting: str) -> bytes:
     pem = secretfiles.read(path, setting, secret=False)
     if _CERTIFICATE not in pem:
-        raise _refused(setting, f"{path} holds no certificate in PEM")
+        raise wrong(setting, f"{path} holds no certificate in PEM")
     return pem
 
 
@@ -89,7 +89,7 @@ def _parsed(pem: bytes, path: str, setting: str) -> ssl.SSLContext:
     try:
         context.load_verify_locations(cadata=pem.decode("ascii"))
     except (ssl.SSLError, ValueError):
-        raise _refused(setting, f"{path} is damaged: it cannot be parsed as PEM") from None
+        raise wrong(setting, f"{path} is damaged: it cannot be parsed as PEM") from None
     return context
 
 
@@ -104,7 +104,7 @@ def _check_pair(certificate: bytes, key: bytes, settings: TcpSettings) -> None:
         except (ssl.SSLError, ValueError) as error:
             reason = getattr(error, "reason", None) or "not PEM, or with a passphrase"
             detail = f"{settings.key_file} is no key of {settings.cert_file}: {reason}"
-            raise _refused("tcp.key_file", detail) from None
+            raise wrong("tcp.key_file", detail) from None
 
 
 def _no_passphrase() -> str:
@@ -125,7 +125,3 @@ class _Memory:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
-
-
-def _refused(setting: str, detail: str) -> StartError:
-    return StartError(Reason.START_SETTINGS, detail, setting)
