@@ -66,6 +66,8 @@ class Reason(enum.IntEnum):
     REJECTED_BY_REVIEW = 44
     NOT_ADMITTED = 45
     UNCACHEABLE = 46
+    DECLINED_SHADOW = 47
+    HELD_BY_AUDIT = 48
 
     # Leases, sessions, spaces.
     LEASE_EXPIRED = 60
@@ -217,6 +219,14 @@ _FACTS: dict[Reason, _Facts] = {
     Reason.NOT_ADMITTED: _Facts(Origin.POLICY, "The policy did not admit the block."),
     Reason.UNCACHEABLE: _Facts(
         Origin.DATA, "The tokens do not say the content and no digest does; pass content digests."
+    ),
+    Reason.DECLINED_SHADOW: _Facts(
+        Origin.SETTINGS,
+        "Shadow mode (serve.share is 0): what would be loaded is recorded, nothing is loaded.",
+    ),
+    Reason.HELD_BY_AUDIT: _Facts(
+        Origin.DATA,
+        "A stored block was not what an engine computes; nobody reads it before `kvstore review`.",
     ),
     Reason.LEASE_EXPIRED: _Facts(
         Origin.SETTINGS, "The lease ended before its use; copy sooner or ask for a longer one."

@@ -468,6 +468,7 @@ class ReviewInfo(google.protobuf.message.Message):
     DECIDED_BY_FIELD_NUMBER: builtins.int
     DECIDED_WHY_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
+    DOUBT_FIELD_NUMBER: builtins.int
     review_id: builtins.int
     tenant: builtins.str
     state: builtins.str
@@ -477,6 +478,8 @@ class ReviewInfo(google.protobuf.message.Message):
     decided_by: builtins.str
     decided_why: builtins.str
     revision: builtins.str
+    doubt: builtins.str
+    """of a complete fingerprint: why its blocks are held"""
     @property
     def fingerprint(self) -> kvstore.wire.v1.store_pb2.Fingerprint: ...
     @property
@@ -494,9 +497,10 @@ class ReviewInfo(google.protobuf.message.Message):
         decided_by: builtins.str = ...,
         decided_why: builtins.str = ...,
         revision: builtins.str = ...,
+        doubt: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fingerprint", b"fingerprint"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "blocks", b"blocks", "decided_by", b"decided_by", "decided_why", b"decided_why", "fingerprint", b"fingerprint", "missing", b"missing", "review_id", b"review_id", "revision", b"revision", "state", b"state", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "blocks", b"blocks", "decided_by", b"decided_by", "decided_why", b"decided_why", "doubt", b"doubt", "fingerprint", b"fingerprint", "missing", b"missing", "review_id", b"review_id", "revision", b"revision", "state", b"state", "tenant", b"tenant"]) -> None: ...
 
 Global___ReviewInfo: typing_extensions.TypeAlias = ReviewInfo
 

@@ -73,6 +73,32 @@ HIT_RULE_BITMAP: HitRule.ValueType  # 2
 """every block by itself; hit_blocks is the leading run"""
 Global___HitRule: typing_extensions.TypeAlias = HitRule
 
+class _Arm:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ArmEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Arm.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ARM_UNSPECIFIED: _Arm.ValueType  # 0
+    ARM_APPLIED: _Arm.ValueType  # 1
+    """served"""
+    ARM_HELD_OUT: _Arm.ValueType  # 2
+    """looked up and recorded; nothing is to be loaded (DECLINED_HOLDOUT)"""
+    ARM_SHADOW: _Arm.ValueType  # 3
+    """the same of every request (DECLINED_SHADOW)"""
+
+class Arm(_Arm, metaclass=_ArmEnumTypeWrapper):
+    """On which side of a comparison a request is, by its last key: the same request is always on the same side."""
+
+ARM_UNSPECIFIED: Arm.ValueType  # 0
+ARM_APPLIED: Arm.ValueType  # 1
+"""served"""
+ARM_HELD_OUT: Arm.ValueType  # 2
+"""looked up and recorded; nothing is to be loaded (DECLINED_HOLDOUT)"""
+ARM_SHADOW: Arm.ValueType  # 3
+"""the same of every request (DECLINED_SHADOW)"""
+Global___Arm: typing_extensions.TypeAlias = Arm
+
 class _LeaseMode:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -123,6 +149,8 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     REASON_REJECTED_BY_REVIEW: _Reason.ValueType  # 44
     REASON_NOT_ADMITTED: _Reason.ValueType  # 45
     REASON_UNCACHEABLE: _Reason.ValueType  # 46
+    REASON_DECLINED_SHADOW: _Reason.ValueType  # 47
+    REASON_HELD_BY_AUDIT: _Reason.ValueType  # 48
     REASON_LEASE_EXPIRED: _Reason.ValueType  # 60
     REASON_LEASE_UNKNOWN: _Reason.ValueType  # 61
     REASON_SESSION_UNKNOWN: _Reason.ValueType  # 62
@@ -195,6 +223,8 @@ REASON_HELD_FOR_REVIEW: Reason.ValueType  # 43
 REASON_REJECTED_BY_REVIEW: Reason.ValueType  # 44
 REASON_NOT_ADMITTED: Reason.ValueType  # 45
 REASON_UNCACHEABLE: Reason.ValueType  # 46
+REASON_DECLINED_SHADOW: Reason.ValueType  # 47
+REASON_HELD_BY_AUDIT: Reason.ValueType  # 48
 REASON_LEASE_EXPIRED: Reason.ValueType  # 60
 REASON_LEASE_UNKNOWN: Reason.ValueType  # 61
 REASON_SESSION_UNKNOWN: Reason.ValueType  # 62
@@ -724,11 +754,14 @@ class LookupRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     PREFILL_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    LAST_KEY_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     request_id: builtins.str
     """the engine's, for the trace; at most 128 bytes"""
     prompt_tokens: builtins.int
     """0: unknown"""
+    last_key: builtins.bytes
+    """of the whole prompt, 32 bytes, where this call has only some of its keys; decides its arm"""
     @property
     def queries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Query]:
         """one for each cache group; the agreed hit is the longest that every group can serve"""
@@ -745,9 +778,10 @@ class LookupRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         prefill: Global___PrefillCost | None = ...,
         prompt_tokens: builtins.int = ...,
+        last_key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prefill", b"prefill"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "queries", b"queries", "request_id", b"request_id", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["last_key", b"last_key", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "queries", b"queries", "request_id", b"request_id", "session", b"session"]) -> None: ...
 
 Global___LookupRequest: typing_extensions.TypeAlias = LookupRequest
 
@@ -828,7 +862,12 @@ class LookupReply(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     AGREED_TOKENS_FIELD_NUMBER: builtins.int
     PLAN_FIELD_NUMBER: builtins.int
+    ARM_FIELD_NUMBER: builtins.int
+    AUDIT_FIELD_NUMBER: builtins.int
     agreed_tokens: builtins.int
+    arm: Global___Arm.ValueType
+    audit: builtins.bool
+    """compute this prompt, then compare what is stored of it (AuditReport): it is in the audited sample"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupHit]: ...
     @property
@@ -839,9 +878,11 @@ class LookupReply(google.protobuf.message.Message):
         groups: collections.abc.Iterable[Global___GroupHit] | None = ...,
         agreed_tokens: builtins.int = ...,
         plan: Global___Plan | None = ...,
+        arm: Global___Arm.ValueType = ...,
+        audit: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["agreed_tokens", b"agreed_tokens", "groups", b"groups", "plan", b"plan"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agreed_tokens", b"agreed_tokens", "arm", b"arm", "audit", b"audit", "groups", b"groups", "plan", b"plan"]) -> None: ...
 
 Global___LookupReply: typing_extensions.TypeAlias = LookupReply
 
@@ -1002,6 +1043,101 @@ class LoadReport(google.protobuf.message.Message):
 Global___LoadReport: typing_extensions.TypeAlias = LoadReport
 
 @typing.final
+class RequestReport(google.protobuf.message.Message):
+    """What became of a request, whatever side it was on; figures are the client's own. Zero: not measured."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPACE_ID_FIELD_NUMBER: builtins.int
+    LAST_KEY_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    FOUND_TOKENS_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    LOADED_TOKENS_FIELD_NUMBER: builtins.int
+    LOADED_BYTES_FIELD_NUMBER: builtins.int
+    LOAD_US_FIELD_NUMBER: builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    PREFILL_US_FIELD_NUMBER: builtins.int
+    FIRST_TOKEN_US_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    space_id: builtins.int
+    last_key: builtins.bytes
+    """of the whole prompt, 32 bytes"""
+    request_id: builtins.str
+    prompt_tokens: builtins.int
+    found_tokens: builtins.int
+    tier: builtins.int
+    """slowest tier of what was found: 1 + tier index; 0: nothing was found"""
+    loaded_tokens: builtins.int
+    loaded_bytes: builtins.int
+    load_us: builtins.int
+    computed_tokens: builtins.int
+    prefill_us: builtins.int
+    first_token_us: builtins.int
+    failed: builtins.bool
+    """the engine did not answer the request"""
+    reason: Global___Reason.ValueType
+    """how the load ended"""
+    def __init__(
+        self,
+        *,
+        space_id: builtins.int = ...,
+        last_key: builtins.bytes = ...,
+        request_id: builtins.str = ...,
+        prompt_tokens: builtins.int = ...,
+        found_tokens: builtins.int = ...,
+        tier: builtins.int = ...,
+        loaded_tokens: builtins.int = ...,
+        loaded_bytes: builtins.int = ...,
+        load_us: builtins.int = ...,
+        computed_tokens: builtins.int = ...,
+        prefill_us: builtins.int = ...,
+        first_token_us: builtins.int = ...,
+        failed: builtins.bool = ...,
+        reason: Global___Reason.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["computed_tokens", b"computed_tokens", "failed", b"failed", "first_token_us", b"first_token_us", "found_tokens", b"found_tokens", "last_key", b"last_key", "load_us", b"load_us", "loaded_bytes", b"loaded_bytes", "loaded_tokens", b"loaded_tokens", "prefill_us", b"prefill_us", "prompt_tokens", b"prompt_tokens", "reason", b"reason", "request_id", b"request_id", "space_id", b"space_id", "tier", b"tier"]) -> None: ...
+
+Global___RequestReport: typing_extensions.TypeAlias = RequestReport
+
+@typing.final
+class AuditReport(google.protobuf.message.Message):
+    """Blocks that a caller computed and compared with the stored ones, each element within a tolerance."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPACE_ID_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    MISMATCHED_FIELD_NUMBER: builtins.int
+    WORST_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    space_id: builtins.int
+    key: builtins.bytes
+    """the first block that differed, else the first compared: 32 bytes"""
+    blocks: builtins.int
+    """compared"""
+    mismatched: builtins.int
+    worst: builtins.float
+    """largest difference as a share of what is tolerated: over 1 is a mismatch"""
+    request_id: builtins.str
+    def __init__(
+        self,
+        *,
+        space_id: builtins.int = ...,
+        key: builtins.bytes = ...,
+        blocks: builtins.int = ...,
+        mismatched: builtins.int = ...,
+        worst: builtins.float = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "key", b"key", "mismatched", b"mismatched", "request_id", b"request_id", "space_id", b"space_id", "worst", b"worst"]) -> None: ...
+
+Global___AuditReport: typing_extensions.TypeAlias = AuditReport
+
+@typing.final
 class ReleaseRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1009,6 +1145,8 @@ class ReleaseRequest(google.protobuf.message.Message):
     LEASE_IDS_FIELD_NUMBER: builtins.int
     REPORTS_FIELD_NUMBER: builtins.int
     UNHEARD_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    AUDITS_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -1018,6 +1156,14 @@ class ReleaseRequest(google.protobuf.message.Message):
     def unheard(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """nonces of calls whose answer did not come: what they were or will be granted ends; as many as lease_ids may be"""
 
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestReport]:
+        """as many as lease_ids may be"""
+
+    @property
+    def audits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AuditReport]:
+        """a mismatch holds the fingerprint for review"""
+
     def __init__(
         self,
         *,
@@ -1025,8 +1171,10 @@ class ReleaseRequest(google.protobuf.message.Message):
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
         reports: collections.abc.Iterable[Global___LoadReport] | None = ...,
         unheard: collections.abc.Iterable[builtins.int] | None = ...,
+        requests: collections.abc.Iterable[Global___RequestReport] | None = ...,
+        audits: collections.abc.Iterable[Global___AuditReport] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids", "reports", b"reports", "session", b"session", "unheard", b"unheard"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audits", b"audits", "lease_ids", b"lease_ids", "reports", b"reports", "requests", b"requests", "session", b"session", "unheard", b"unheard"]) -> None: ...
 
 Global___ReleaseRequest: typing_extensions.TypeAlias = ReleaseRequest
 
@@ -1036,15 +1184,19 @@ class ReleaseReply(google.protobuf.message.Message):
 
     RELEASED_FIELD_NUMBER: builtins.int
     UNKNOWN_FIELD_NUMBER: builtins.int
+    REVIEW_ID_FIELD_NUMBER: builtins.int
     released: builtins.int
     unknown: builtins.int
+    review_id: builtins.int
+    """of a fingerprint that an audit of this call holds"""
     def __init__(
         self,
         *,
         released: builtins.int = ...,
         unknown: builtins.int = ...,
+        review_id: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["released", b"released", "unknown", b"unknown"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["released", b"released", "review_id", b"review_id", "unknown", b"unknown"]) -> None: ...
 
 Global___ReleaseReply: typing_extensions.TypeAlias = ReleaseReply
 
