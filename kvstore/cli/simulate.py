@@ -9,9 +9,11 @@ from pathlib import Path
 
 import click
 
-from kvstore.cli import show
+from kvstore.cli import catalogue, show
+from kvstore.model.reasons import BadRequest
 from kvstore.policy.choice import NAMES
 from kvstore.simulate.lab import Row, Size, run_all, steps_of
+from kvstore.simulate.timing import GATE, WAYS, TimeModel
 from kvstore.simulate.trace import Request, TraceError, read_trace, with_even_blocks
 
 
@@ -59,6 +61,20 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]  # not generic at run
     "--even-blocks", is_flag=True, help="Spread a prompt's tokens evenly over its blocks."
 )
 @click.option(
+    "--engine", metavar="FIT",
+    help="Tell the time against no cache for a known prefill fit, as \"Llama-3.1-8B 1xH100\"; see "
+    "`kvstore plan --list`.",
+)  # fmt: skip
+@click.option("--dtype", "kv_dtype", default="bfloat16", show_default=True, help="KV type: fp8.")
+@click.option(
+    "--memory-link", default="50GB/s", show_default=True, metavar="NAME|RATE",
+    help="Path from memory to the engine, for --engine.",
+)  # fmt: skip
+@click.option(
+    "--disk-link", default="nvme-gen4-read", show_default=True, metavar="NAME|RATE",
+    help="Path from disk to the engine, for --engine.",
+)  # fmt: skip
+@click.option(
     "--plot", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="PNG",
     help="Draw the hit rate by capacity, a line a policy; needs the extra `plot`.",
 )  # fmt: skip
@@ -69,6 +85,10 @@ def command(
     policies: tuple[str, ...],
     count_from: int,
     even_blocks: bool,
+    engine: str | None,
+    kv_dtype: str,
+    memory_link: str,
+    disk_link: str,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -76,11 +96,12 @@ def command(
 
     kvstore simulate trace.jsonl.gz --capacity 10000 --capacity 1000,10000
     """
+    model = None if engine is None else _time_model(engine, kv_dtype, memory_link, disk_link)
     if plot is not None:
         _need_matplotlib()
     chosen = policies or NAMES
     traces = [(path.name, _requests(path, even_blocks)) for path in files]
-    rows = _run(traces, chosen, sizes, count_from)
+    rows = _run(traces, chosen, sizes, count_from, model)
     if plot is not None:
         from kvstore.cli.hitplot import draw
 
@@ -89,6 +110,8 @@ def command(
         show.as_json([row.as_fields() for row in rows])
     else:
         _print(rows)
+        if model is not None:
+            _print_times(rows, model)
 
 
 def _requests(path: Path, even_blocks: bool) -> list[Request]:
@@ -101,11 +124,23 @@ def _requests(path: Path, even_blocks: bool) -> list[Request]:
     return with_even_blocks(requests) if even_blocks else requests
 
 
+def _time_model(engine: str, kv_dtype: str, memory_link: str, disk_link: str) -> TimeModel:
+    """Of a known fit, with the KV of its model."""
+    fit = catalogue.fit(engine)
+    try:
+        kv_bytes = catalogue.model(fit.model).shape.bytes_per_token(catalogue.dtype(kv_dtype))
+    except BadRequest as error:
+        raise click.UsageError(error.detail) from error
+    rates = catalogue.link(memory_link).usable, catalogue.link(disk_link).usable
+    return TimeModel(fit.name, fit.cost, kv_bytes, rates)
+
+
 def _run(
     traces: Sequence[tuple[str, list[Request]]],
     policies: Sequence[str],
     sizes: Sequence[Size],
     count_from: int,
+    model: TimeModel | None,
 ) -> list[Row]:
     from rich.console import Console
     from rich.progress import Progress
@@ -120,7 +155,13 @@ def _run(
 
         for name, requests in traces:
             rows += run_all(
-                name, requests, policies, sizes, first_counted=count_from, progress=told
+                name,
+                requests,
+                policies,
+                sizes,
+                first_counted=count_from,
+                time_model=model,
+                progress=told,
             )
     return rows
 
@@ -144,6 +185,23 @@ def _print(rows: Sequence[Row]) -> None:
                 "-" if per_hit is None else f"{per_hit:.2f}",
             )
         )
+    show.columns(headers, cells, left=2)
+
+
+def _print_times(rows: Sequence[Row], model: TimeModel) -> None:
+    """Mean time to compute and load a prompt, as a fraction of computing it without a cache."""
+    memory, disk = (f"{rate / 1e9:g} GB/s" for rate in model.bytes_per_second)
+    click.echo(f"\ntime against no cache, {model.name}, memory {memory}, disk {disk}:")
+    cells = []
+    for row in rows:
+        timing = row.timing
+        assert timing is not None
+        ways = (f"{timing.against_no_cache(way):.3f}" for way in WAYS)
+        slower = (timing.slower[way] for way in WAYS)
+        declined = timing.hit_tokens - timing.loaded_tokens[GATE]
+        share = declined / timing.hit_tokens if timing.hit_tokens else 0.0
+        cells.append((row.trace, row.policy, row.size, *ways, *slower, f"{share:.1%}"))
+    headers = ("trace", "policy", "blocks", *WAYS, *(f"slower/{way}" for way in WAYS), "declined")
     show.columns(headers, cells, left=2)
 
 

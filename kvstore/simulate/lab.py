@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from kvstore.policy.choice import policy_maker
 from kvstore.simulate.optimum import hit_tokens
 from kvstore.simulate.replay import Figures, Replay
+from kvstore.simulate.timing import TimeModel, Timing
 from kvstore.simulate.trace import Request
 
 OPTIMUM = "optimum"
@@ -26,13 +27,16 @@ class Size(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One run. optimum_hit_rate: fraction, of one pool as large as memory and disk together."""
+    """One run. optimum_hit_rate: fraction, of one pool as large as memory and disk together.
+    timing: where a time model was given.
+    """
 
     trace: str
     policy: str
     size: Size
     figures: Figures
     optimum_hit_rate: float
+    timing: Timing | None = None
 
     def as_fields(self) -> dict[str, Any]:
         """As JSON has it; rates are fractions of all prompt tokens."""
@@ -60,6 +64,7 @@ class Row(NamedTuple):
             "disk_writes_per_computed_block": figures.writes_per_computed,
             "disk_writes_per_disk_hit": figures.writes_per_hit,
             "optimum_prefix_token_hit_rate": self.optimum_hit_rate,
+            **({} if self.timing is None else {"time": self.timing.as_fields()}),
         }
 
 
@@ -70,6 +75,7 @@ def run_all(
     sizes: Sequence[Size],
     *,
     first_counted: int = 0,
+    time_model: TimeModel | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Iterator[Row]:
     """Every run, one after the other. progress: told what is at work, and of requests served."""
@@ -78,14 +84,16 @@ def run_all(
         ceiling = _optimum(requests, sum(size), first_counted, told)
         for policy in policies:
             maker = policy_maker(policy, *size)
-            replay = Replay(maker, *size, first_counted=first_counted)
+            timing = None if time_model is None else Timing(time_model)
+            observe = None if timing is None else timing.add
+            replay = Replay(maker, *size, first_counted=first_counted, observe=observe)
             for start in range(0, len(requests), CHUNK):
                 chunk = requests[start : start + CHUNK]
                 replay.serve(chunk)
                 told(f"{trace} {policy} {size}", len(chunk))
             figures = replay.figures
             share = ceiling / figures.input_tokens if figures.input_tokens else 0.0
-            yield Row(trace, policy, size, figures, share)
+            yield Row(trace, policy, size, figures, share, timing)
 
 
 def steps_of(requests: int, policies: int, sizes: int) -> int:

@@ -97,7 +97,9 @@ class Replay:
         disk_blocks: int = 0,
         *,
         first_counted: int = 0,
+        observe: Callable[[Request, list[int]], None] | None = None,
     ) -> None:
+        """observe: told of each counted request, with the tier of each block of its leading hit."""
         window = max(min(capacity_blocks // 8, STAGING_BLOCKS_MAX), 1)
         slots_bytes = header_bytes(capacity_blocks) + capacity_blocks * BLOCK_BYTES
         tiers = [TierSpec("host", TierKind.POOL, slots_bytes + window * BLOCK_BYTES, ingest=True)]
@@ -115,6 +117,7 @@ class Replay:
         self.core = Core(tiers, [TenantSpec("trace")], limits, policy)
         self.figures = Figures()
         self._first_counted = first_counted
+        self._observe = observe
         self._keys: dict[int, bytes] = {}
         self._now_ns = 0
         self._number = 0
@@ -143,6 +146,8 @@ class Replay:
         self._put(keys)
         if self._number >= self._first_counted:
             self._count(request, hits)
+            if self._observe is not None:
+                self._observe(request, hits)
             figures = self.figures
             writes, reads = self._disk_counts()
             figures.disk_writes += writes - written

@@ -57,6 +57,30 @@ def test_a_table_for_people(trace: Path) -> None:
     assert lines[1].split()[:4] == ["trace.jsonl", "lru", "8", "100.0%"]
 
 
+def test_time_against_no_cache(trace: Path) -> None:
+    asked = (str(trace), "--capacity", "4,64", "--policy", "lru")
+    engine = ("--engine", "llama-3.1-8b 1xh100", "--memory-link", "50", "--disk-link", "3GB/s")
+    (row,) = json.loads(run(*asked, *engine, "--json"))
+    time = row["time"]
+    assert (time["kv_bytes_per_token"], time["disk_bytes_per_second"]) == (131_072, 3e9)
+    assert time["mean_ms_without_cache"] == pytest.approx(2_048 * (20.76 + 3.926e-4 * 2_048) / 1e3)
+    # All hits are on a disk that takes 44 us a token; computing one takes at most 22.
+    assert time["ways"]["always"]["slower_requests"] == 18
+    assert time["ways"]["gate"]["against_no_cache"] == 1
+    assert time["ways"]["gate"]["declined_tokens"] == 18 * 2_048
+    assert time["ways"]["split"]["against_no_cache"] < 1
+    (plain,) = json.loads(run(*asked, "--json"))
+    assert "time" not in plain
+    assert run(*asked, *engine).splitlines()[-1].split()[-1] == "100.0%"
+
+
+def test_an_engine_that_nobody_knows_names_those_that_are_near(trace: Path) -> None:
+    arguments = ["simulate", str(trace), "--capacity", "4", "--engine", "Llama-3.1-8B 1xH1000"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert "Llama-3.1-8B 1xH100" in result.output
+
+
 def test_a_plot(trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
     picture = tmp_path / "hits.png"
