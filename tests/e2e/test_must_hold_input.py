@@ -27,7 +27,7 @@ from tests.e2e.stage import (
     altered,
     assert_quiet,
     model,
-    open_files,
+    open_sockets,
     record,
     resident_bytes,
     until,
@@ -554,7 +554,7 @@ def test_garbage_on_the_sockets_harms_nobody(
     path = daemon.data_socket + (".fd" if way == "fd" else "")
     for _ in range(300):
         throw(path, garbage(rng), rng)
-    before, files = resident_bytes(daemon.pid), open_files(daemon.pid)
+    before, files = resident_bytes(daemon.pid), open_sockets(daemon.pid)
     written = len(daemon.log())
     slowest = 0.0
     with RawAdmin(daemon.admin_socket) as admin:
@@ -564,7 +564,7 @@ def test_garbage_on_the_sockets_harms_nobody(
                 started = time.monotonic()
                 admin.stats()
                 slowest = max(slowest, time.monotonic() - started)
-    until("connections are closed", lambda: open_files(daemon.pid) <= files + 8)
+    until("connections are closed", lambda: open_sockets(daemon.pid) <= files + 8)
     grown = resident_bytes(daemon.pid) - before
     record(record_property, f"growth_by_garbage_{way}", grown / (1 << 20), "MiB")
     record(record_property, f"slowest_call_beside_garbage_{way}", slowest)
@@ -649,14 +649,16 @@ def silent_peers(path: str, count: int) -> list[socket.socket]:
 
 def test_silent_peers_are_cut(daemon: Daemon, record_property: Note) -> None:
     """Connections that say nothing hold nothing for long, and do not keep others out for good."""
-    files = open_files(daemon.pid)
+    files = open_sockets(daemon.pid)
     silent = silent_peers(daemon.data_socket, 100)
-    until("they are accepted", lambda: open_files(daemon.pid) > files + 32)
-    started = time.monotonic()
-    until("they are cut", lambda: open_files(daemon.pid) <= files + 8, 20)
-    record(record_property, "silent_fd_peers_cut", time.monotonic() - started)
-    for sock in silent:
-        sock.close()
+    try:
+        until("they are accepted", lambda: open_sockets(daemon.pid) > files + 32)
+        started = time.monotonic()
+        until("they are cut", lambda: open_sockets(daemon.pid) <= files + 8, 20)
+        record(record_property, "silent_fd_peers_cut", time.monotonic() - started)
+    finally:
+        for sock in silent:
+            sock.close()
     with RawClient(daemon.data_socket) as client:
         assert client.open(MODEL).space_id
 
@@ -665,10 +667,10 @@ def test_silent_peers_of_one_tenant_keep_no_other_out(daemons: Daemons) -> None:
     two = daemons(
         host__capacity_bytes="16MiB", tenants__a__socket="a.sock", tenants__b__socket="b.sock"
     )
-    files = open_files(two.pid)
+    files = open_sockets(two.pid)
     silent = silent_peers(two.data_sockets["a"], 100)
     try:
-        until("they are accepted", lambda: open_files(two.pid) > files + 32)
+        until("they are accepted", lambda: open_sockets(two.pid) > files + 32)
         for _ in range(5):
             with RawClient(two.data_sockets["b"]) as client:
                 assert client.open(MODEL).space_id
