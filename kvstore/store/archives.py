@@ -13,11 +13,8 @@ from kvstore.core.effects import Copy, Forget, Persist
 from kvstore.model.hits import ABSENT
 from kvstore.model.layout import layout_of
 from kvstore.model.values import SpaceRow
-from kvstore.policy.links import Link
+from kvstore.policy.links import Link, Meter
 from kvstore.tiers.base import Archive, ArchiveStats
-
-READERS = 8
-"""Loads that a device serves at one time, at most: so many share its bandwidth."""
 
 
 class Archives:
@@ -28,7 +25,7 @@ class Archives:
     ) -> None:
         self._core = core
         self._archives = dict(archives)
-        self._links = links
+        self._meters = {tier: Meter(links[tier]) for tier in self._archives}
         self._clock = clock
         self._loading: dict[int, Copy] = {}
         self._forgetting = 0
@@ -97,23 +94,24 @@ class Archives:
 
     def sent(self, moves: Sequence[Copy | Forget]) -> None:
         """These were handed to the mover."""
+        now_ns = self._clock.monotonic_ns()
         for move in moves:
             if isinstance(move, Forget):
                 self._forgetting += 1
             elif move.why == "load":
                 self._loading[move.copy_id] = move
-                self._links[move.source.tier].enqueue(move.length)
+                self._meters[move.source.tier].begin(move.length, now_ns)
 
-    def copied(self, copy_id: int, ok: bool, elapsed_ns: int) -> None:
-        """A copy has ended."""
+    def copied(self, copy_id: int, ok: bool) -> None:
+        """A copy has ended. `measured` follows when all that ended at one time are told."""
         copy = self._loading.pop(copy_id, None)
-        if copy is None:
-            return
-        link = self._links[copy.source.tier]
-        link.dequeue(copy.length)
-        if ok:
-            sharers = min(READERS, len(self._loading) + 1)
-            link.observe(copy.length, elapsed_ns, self._clock.monotonic_ns(), sharers=sharers)
+        if copy is not None:
+            self._meters[copy.source.tier].end(copy.length, ok)
+
+    def measured(self, now_ns: int) -> None:
+        """Learns how fast loads are from what has ended until now."""
+        for meter in self._meters.values():
+            meter.settle(now_ns)
 
     def forgotten(self, count: int, durable: bool) -> None:
         """So many forgettings have ended."""

@@ -437,8 +437,9 @@ class Store:
         """Completions of the mover: (copy id, ok, reason, checksum, elapsed in ns)."""
         now_ns = self.clock.monotonic_ns()
         for copy_id, ok, reason, checksum, elapsed_ns in results:
-            self.archives.copied(copy_id, ok, elapsed_ns)
+            self.archives.copied(copy_id, ok)
             self.core.done(copy_id, ok, reason, checksum, elapsed_ns, now_ns)
+        self.archives.measured(now_ns)
         self.core.save_ahead(False, now_ns)
         self._run()
 
@@ -459,6 +460,20 @@ class Store:
         """
         self._run()
         return await self._rows.durable(ticket, wait_ns)
+
+    def hold(self, space_id: int, cause: Reason, words: str) -> int:
+        """Keeps a fingerprint's blocks from everybody until a person decides: the review's id; 0 if
+        nobody reads it anyway. See `Core.hold`.
+        """
+        clock = self.clock
+        held = self.core.hold(
+            space_id, cause, words, now_ns=clock.monotonic_ns(), wall_s=clock.wall_s()
+        )
+        self._run()
+        if held.reason is not Reason.OK:
+            return 0
+        rows = self.core.spaces()
+        return next((row.review_id for row in rows if row.space_id == space_id), 0)
 
     def run_effects(self) -> None:
         """Runs what a command that was given to `core` directly left to do."""

@@ -106,6 +106,9 @@ class Assembly:
                 on_forgotten=self._forgotten,
             )
             undo.callback(self.mover.close)
+            host_link = Link(
+                "host", bytes_per_second=HOST_BYTES_PER_SECOND, latency_ns=HOST_LATENCY_NS
+            )
             self.store = Store(
                 self._core(settings, core_limits),
                 host=self.host,
@@ -114,14 +117,7 @@ class Assembly:
                 ledger=self.ledger,
                 clock=clock,
                 archives=archives,
-                links=[
-                    Link(
-                        "host",
-                        bytes_per_second=HOST_BYTES_PER_SECOND,
-                        latency_ns=HOST_LATENCY_NS,
-                    ),
-                    disk_link(),
-                ],
+                links=[host_link, disk_link(host_link)],
             )
             self.store.restore()
             if self.disk is not None:

@@ -66,6 +66,6 @@ def ledger_threads() -> ThreadPoolExecutor:
     return LooseThreads(1, "kvstore-ledger")
 
 
-def disk_link() -> Link:
-    """The estimate of its speed."""
-    return Link("disk", bytes_per_second=BYTES_PER_SECOND, latency_ns=LATENCY_NS)
+def disk_link(then: Link) -> Link:
+    """The estimate of its speed; `then`: the path from host memory, which loaded blocks go over."""
+    return Link("disk", bytes_per_second=BYTES_PER_SECOND, latency_ns=LATENCY_NS, then=then)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.policy.links import Link
+from kvstore.policy.links import Link, Meter
 
 MIB = 1 << 20
 SECOND_NS = 1_000_000_000
@@ -112,11 +112,62 @@ def test_silence_makes_the_next_sample_count_more() -> None:
     assert after(120 * SECOND_NS) == pytest.approx(2e9 / 1.25, rel=0.02)
 
 
-def test_the_share_of_concurrent_transfers_is_not_taken_for_the_path() -> None:
-    link = Link("dram", bytes_per_second=8e9)
-    for step in range(60):
-        link.observe(MIB, int(4 * MIB / 8e9 * 1e9), step, sharers=4)
+@pytest.mark.parametrize("at_once", [1, 3, 8, 64])
+def test_transfers_that_share_a_path_measure_it_together(at_once: int) -> None:
+    """One after the other on the path, however many were handed to it at the same time."""
+    link = Link("disk", bytes_per_second=1e9, latency_ns=MIB // 8)
+    meter, now_ns = Meter(link), 0
+    for _ in range(40):
+        for _ in range(at_once):
+            meter.begin(MIB, now_ns)
+        now_ns += MIB // 8  # a latency that all of them share, at 8 bytes a ns
+        for _ in range(at_once):
+            now_ns += MIB // 8
+            meter.end(MIB, True)
+            meter.settle(now_ns)
+    assert link.moved_bytes == 40 * at_once * MIB
+    assert link.moving_ns == now_ns
+    truth_ns = (1 + at_once) * MIB / 8
+    assert link.predict_ns(at_once * MIB) == pytest.approx(truth_ns, rel=0.02)
+
+
+def test_what_ends_in_one_turn_is_one_sample() -> None:
+    link = Link("disk", bytes_per_second=8e9)
+    meter = Meter(link)
+    for _ in range(24):
+        meter.begin(MIB, 0)
+    for _ in range(20):
+        meter.end(MIB, True)
+    meter.settle(20 * MIB // 8)
+    assert (link.samples, link.moved_bytes) == (1, 20 * MIB)
+    assert link.queued_bytes == 4 * MIB
     assert link.bytes_per_second == pytest.approx(8e9, rel=0.01)
+
+
+def test_a_failed_transfer_measures_nothing_and_leaves_the_queue() -> None:
+    link = Link("disk", bytes_per_second=8e9)
+    meter = Meter(link)
+    for ok in (True, False):
+        meter.begin(MIB, 0)
+        meter.end(MIB, ok)
+    meter.settle(10**9)
+    assert (link.samples, link.queued_bytes) == (0, 0)
+    meter.begin(MIB, 2 * 10**9)
+    meter.end(MIB, True)
+    meter.settle(2 * 10**9 + MIB // 8)
+    assert link.samples == 1, "the failure is forgotten"
+    assert link.bytes_per_second == pytest.approx(8e9, rel=0.01)
+
+
+def test_bytes_that_go_on_over_another_path_wait_for_both() -> None:
+    memory = Link("host", bytes_per_second=4e9, latency_ns=1_000)
+    disk = Link("disk", bytes_per_second=1e9, latency_ns=100_000, then=memory)
+    assert disk.ideal_ns(1_000_000) == pytest.approx(1_250_000)
+    assert disk.predict_ns(1_000_000) == pytest.approx(1_351_000)
+    disk.enqueue(1_000_000)
+    assert disk.predict_ns(1_000_000) == pytest.approx(2_351_000)
+    disk.observe(1_000_000, 1_100_000, 1)
+    assert disk.predicted_ns == pytest.approx(1_100_000), "the sample is of the disk alone"
 
 
 def test_the_queue_is_waited_for_first() -> None:
