@@ -17,9 +17,10 @@ from kvstore.wire.v1 import admin_pb2 as pb
 
 @click.group(short_help="Decide on held fingerprints.")
 def command() -> None:
-    """Decide on fingerprints that lack a required field.
+    """Decide on fingerprints that lack a required field, or whose blocks are doubted.
 
-    What such an engine stores is read by that engine alone until somebody vouches for the weights.
+    What an engine without a revision stores is read by that engine alone until somebody vouches for
+    the weights. Blocks that came back damaged, or were not what an engine computes, nobody reads.
     """
 
 
@@ -37,13 +38,13 @@ def list_(daemon: Daemon, decided_too: bool) -> None:
         click.echo("nothing to review" if not decided_too else "nothing was ever held")
         return
     show.columns(
-        ("model", "tenant", "state", "missing", "decided", "id", "blocks", "age"),
+        ("model", "tenant", "state", "missing, or doubt", "decided", "id", "blocks", "age"),
         [
             (
                 review.fingerprint.identity.model_name,
                 review.tenant,
                 review.state,
-                ", ".join(review.missing) or "-",
+                ", ".join(review.missing) or review.doubt or "-",
                 f"{review.decided_by}: {review.decided_why}" if review.decided_by else "-",
                 review.review_id,
                 f"{review.blocks:,}",
@@ -57,12 +58,16 @@ def list_(daemon: Daemon, decided_too: bool) -> None:
 
 @command.command()
 @click.argument("review_id", type=ID)
-@click.option("--revision", required=True, help="The weights revision that you vouch for.")
+@click.option(
+    "--revision", default="", help="The weights revision that you vouch for, where it is missing."
+)
 @click.option("--reason", "why", required=True, help="Why; kept with the decision.")
 @click.option("--who", default=None, help="Who decides. Default: this user.")
 @daemon_options
 def approve(daemon: Daemon, review_id: int, revision: str, why: str, who: str | None) -> None:
-    """Vouch for the weights: the held blocks become readable to all with that revision."""
+    """Vouch for the weights, or for the blocks: what is held becomes readable to all with that
+    revision.
+    """
     request = pb.ReviewRequest(
         review_id=review_id, approve=True, revision=revision, who=_user(who), why=why
     )
@@ -113,6 +118,7 @@ def _as_fields(review: pb.ReviewInfo) -> dict[str, Any]:
         "decided_by": review.decided_by,
         "decided_why": review.decided_why,
         "revision": review.revision,
+        "doubt": review.doubt,
         "fingerprint": convert.fingerprint_from_wire(review.fingerprint).to_dict(),
     }
 

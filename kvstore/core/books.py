@@ -142,6 +142,8 @@ class Books:
             return space
         if self.spaces.closed_why(space_id, session.tenant) is not None:
             return Reason.SPACE_CLOSED
+        if space is not None and space.doubted and space.tenant == session.tenant:
+            return Reason.SPACE_CLOSED  # who opens it again is told why
         return Reason.SPACE_UNKNOWN
 
 

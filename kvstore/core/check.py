@@ -178,6 +178,7 @@ def _check_spaces(books: Books) -> None:
     for space in books.spaces:
         assert space.state is not SpaceState.CLOSED, "closed spaces are gone"
         assert (space.state is SpaceState.HELD) == bool(space.group)
+        assert not space.doubted or space.state is SpaceState.OPEN, "only complete ones are doubted"
         ready = 0
         for key, slot in space.index.items():
             assert (slot.space, slot.key) == (space, key), "index and slots agree"

@@ -107,15 +107,10 @@ class Core:
         if tenant not in books.tenants:
             raise BadRequest(Reason.BAD_NAME, f"no tenant {tenant!r}", "tenants")
         if not 1 <= len(group) <= GROUP_BYTES_MAX:
-            raise BadRequest(
-                Reason.BAD_SIZE, f"a group id has 1 to {GROUP_BYTES_MAX} bytes", "group"
-            )
+            raise BadRequest(Reason.BAD_SIZE, f"1 to {GROUP_BYTES_MAX} bytes", "group")
         if len(books.sessions) >= books.limits.sessions_max:
-            raise KVStoreError(
-                Reason.LIMIT_SESSIONS,
-                f"{len(books.sessions)} sessions are attached",
-                "limits.sessions_max",
-            )
+            attached = f"{len(books.sessions)} sessions are attached"
+            raise KVStoreError(Reason.LIMIT_SESSIONS, attached, "limits.sessions_max")
         session = Session(books.next_id("session"), tenant, group)
         books.sessions[session.id] = session
         books.group_sessions.setdefault(session.group_key, set()).add(session.id)
@@ -449,6 +444,12 @@ class Core:
     ) -> Reviewed:
         """Decides a held fingerprint: approve vouches for its weights `revision`."""
         return self._decisions.review(review_id, approve, revision, who, why, now_ns, wall_s)
+
+    def hold(
+        self, space_id: int, cause: Reason, words: str, *, now_ns: int, wall_s: float
+    ) -> Reviewed:
+        """Keeps a space from everybody until a person decides. See `Decisions.hold`."""
+        return self._decisions.hold(space_id, cause, words, now_ns, wall_s)
 
     def reviews(self, include_decided: bool = False) -> list[ReviewRow]:
         """Held fingerprints, oldest first."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from kvstore.core.books import Books
 from kvstore.core.openings import Openings
-from kvstore.core.reviews import Review, Reviews
+from kvstore.core.reviews import UNKNOWN_NS, Review, Reviews
 from kvstore.core.rows import NEXT_SPACE, Rows, read_epoch, read_review, read_space
 from kvstore.core.spaces import Space
 from kvstore.core.states import SlotState, SpaceState
@@ -111,6 +111,8 @@ class Decisions:
         if review is None or review.state != "held":
             state = "unknown" if review is None else review.state
             return Reviewed(Reason.BAD_REQUEST, 0, 0, f"review {review_id} is {state}")
+        if review.doubts:
+            return self._settle_doubt(review, approve, who, why, now_ns, wall_s)
         completed = _completed(review.fingerprint, revision) if approve else None
         if isinstance(completed, Reviewed):
             return completed
@@ -124,6 +126,38 @@ class Decisions:
         rest = [space for space in held if space.state is HELD]
         self._close_all(rest, Reason.REJECTED_BY_REVIEW, ticket, now_ns)
         return Reviewed(Reason.OK, space_id, ticket)
+
+    def _settle_doubt(
+        self, review: Review, approve: bool, who: str, why: str, now_ns: int, wall_s: float
+    ) -> Reviewed:
+        """Approved: its blocks are everybody's again. Rejected: they are dropped on all tiers."""
+        spaces = self.openings.held_spaces(review)
+        review.state = "approved" if approve else "rejected"
+        review.who, review.why = who, why
+        ticket = self.rows.ticket()
+        self.rows.review(ticket, review, wall_s)
+        if not approve:
+            self._close_all(spaces, Reason.REJECTED_BY_REVIEW, ticket, now_ns)
+            return Reviewed(Reason.OK, 0, ticket)
+        for space in spaces:
+            space.doubted, space.review_id = False, 0
+        return Reviewed(Reason.OK, spaces[0].id if spaces else 0, ticket)
+
+    def hold(
+        self, space_id: int, cause: Reason, words: str, now_ns: int, wall_s: float
+    ) -> Reviewed:
+        """Keeps the blocks of a complete fingerprint from everybody until a person decides; offers
+        of it are refused. cause: MISS_CORRUPT or HELD_BY_AUDIT; words: what was seen, for people.
+        SPACE_UNKNOWN: there is no such space, or nobody reads it anyway.
+        """
+        space = self.books.spaces.get(space_id)
+        if space is None or not space.may_be_saved:
+            return Reviewed(Reason.SPACE_UNKNOWN, 0, 0, "no space that anybody reads")
+        review = self.openings.doubt(space, cause, words, now_ns)
+        ticket = self.rows.ticket()
+        self.rows.review(ticket, review, wall_s)
+        self.books.counters["spaces_held"] += 1
+        return Reviewed(Reason.OK, space_id, ticket, f"review {review.id}")
 
     def _complete(
         self, review: Review, held: list[Space], completed: Fingerprint, ticket: int
@@ -155,6 +189,7 @@ class Decisions:
                 review.who,
                 review.why,
                 review.revision,
+                review.doubt,
             )
             for review in self.reviews
             if include_decided or review.state == "held"
@@ -164,12 +199,16 @@ class Decisions:
         """Drops what nobody decided in time; returns when the next one is due."""
         next_ns: int | None = None
         for review in self.reviews.held():
+            if review.created_ns == UNKNOWN_NS:  # of an earlier run: it waits anew
+                review.created_ns = now_ns
             due_ns = review.created_ns + self.books.limits.review_ttl_ns
             if due_ns > now_ns:
                 next_ns = due_ns if next_ns is None else min(next_ns, due_ns)
                 continue
             held = self.openings.held_spaces(review)
             self._close_all(held, Reason.MISS_INVALIDATED, 0, now_ns)
+            if review.doubts and not held:
+                self.rows.no_review(0, review)
             review.state = "expired"
         return next_ns
 

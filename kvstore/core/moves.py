@@ -17,7 +17,7 @@ from kvstore.core.leases import WriteLease
 from kvstore.core.names import Names
 from kvstore.core.pools import Fill, Pool, RegionBook, Slot, release_holds
 from kvstore.core.spaces import Space
-from kvstore.core.states import SlotState, SpaceState
+from kvstore.core.states import SlotState
 from kvstore.model.reasons import Reason
 from kvstore.model.values import Place
 
@@ -171,7 +171,7 @@ class Moves:
         archive = books.archive_below(slot.pool.tier)
         if archive is None or slot.saved:
             return Reason.MISS_EVICTED
-        if space.state is not SpaceState.OPEN or not slot.pool.policy.admit(slot):
+        if not space.may_be_saved or not slot.pool.policy.admit(slot):
             return Reason.MISS_NOT_ADMITTED
         if (space.id, slot.key) in books.saving:
             return Reason.MISS_EVICTED
@@ -231,7 +231,7 @@ class Moves:
             slot.state is not READY
             or slot.saved
             or space is None
-            or space.state is not SpaceState.OPEN
+            or not space.may_be_saved
             or (space.id, slot.key) in self.books.saving
         ):
             return False

@@ -83,6 +83,9 @@ class Openings:
             return _refused(digest, missing, Reason.MISS_EPOCH_STALE, (stale,))
         if missing:
             return self._judge_incomplete(tenant, group, resolved, layout)
+        doubt = self.reviews.doubted(tenant, resolved)
+        if doubt is not None:
+            return _doubted(digest, doubt)
         known = self.books.spaces.find(tenant, digest, b"")
         if known is not None:
             return Opening(known.id, Verdict.MATCH, Reason.OK, (), digest, 0, (), layout)
@@ -161,12 +164,28 @@ class Openings:
         stale = identity.weight_epoch < self.floors.get(identity.model_name, 0)
         if tenant in self.books.tenants and not stale and self.books.archives:
             with contextlib.suppress(BadRequest):
-                self._add(space_id, tenant, b"", fingerprint, layout_of(fingerprint), 0)
+                space = self._add(space_id, tenant, b"", fingerprint, layout_of(fingerprint), 0)
+                doubt = self.reviews.doubted(tenant, fingerprint)
+                if doubt is not None:
+                    space.doubted, space.review_id = True, doubt.id
 
     def restore_bound(self, bound: int) -> None:
         """Space ids up to this one may have been given by earlier runs."""
         self._space_ids_until = bound
         self.books.skip_ids("space", bound)
+
+    # ------------------------------------------------------------------ doubt
+
+    def doubt(self, space: Space, cause: Reason, words: str, now_ns: int) -> Review:
+        """The space is nobody's until a person decides. What is leased is read to its end."""
+        review_id = self.books.next_id("review")
+        review = Review(
+            review_id, space.tenant, space.fingerprint, now_ns, cause=cause, doubt=words
+        )
+        space.doubted, space.review_id = True, review.id
+        for group in list(space.groups.values()):
+            self.moves.names.abort_group(group, Reason.WRITE_GROUP_FAILED, now_ns)
+        return self.reviews.add(review)
 
     # ------------------------------------------------------------------ close
 
@@ -183,6 +202,8 @@ class Openings:
         review = self.reviews.get(space.review_id)
         if review is not None and review.state == "held" and not self.held_spaces(review):
             self.reviews.end(review, "ended")
+            if review.doubts:
+                self.rows.no_review(ticket, review)
         return blocks
 
     def end_group(self, group_key: GroupKey, now_ns: int) -> None:
@@ -195,8 +216,17 @@ class Openings:
         return [
             space
             for space in self.books.spaces.of_tenant(review.tenant)
-            if space.state is HELD and space.review_id == review.id
+            if (space.state is HELD or space.doubted) and space.review_id == review.id
         ]
+
+
+def _doubted(digest: bytes, review: Review) -> Opening:
+    if review.state == "rejected":
+        detail = f"review {review.id} by {review.who}: {review.why}"
+        return _refused(digest, (), Reason.REJECTED_BY_REVIEW, (), detail)
+    reason = review.cause if review.cause is Reason.HELD_BY_AUDIT else Reason.HELD_FOR_REVIEW
+    refused = _refused(digest, (), reason, (), f"review {review.id}: {review.doubt}")
+    return refused._replace(review_id=review.id)
 
 
 def _refused(

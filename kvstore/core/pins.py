@@ -23,7 +23,7 @@ class Pins:
     def pin(self, tenant: str | None, space_id: int, keys: Sequence[bytes]) -> Pinned:
         """Holds the leading READY keys until unpinned, or until the blocks are invalidated."""
         space = self.books.spaces.get(space_id)
-        if space is None or (tenant is not None and space.tenant != tenant):
+        if space is None or space.doubted or (tenant is not None and space.tenant != tenant):
             return Pinned(0, 0, Reason.SPACE_UNKNOWN)
         pin = ReadLease(LeaseKind.PIN, None, space, None)
         reason = Reason.OK

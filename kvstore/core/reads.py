@@ -43,8 +43,9 @@ class Reads:
         """Why this key misses; HIT if it does not."""
         space = self.books.space(session, space_id)
         if not isinstance(space, Space):
-            why = self.books.spaces.closed_why(space_id, session.tenant)
-            return Absence(why or space)
+            closed = self.books.spaces.closed_why(space_id, session.tenant)
+            doubted = space is Reason.SPACE_CLOSED and closed is None
+            return Absence(closed or (Reason.HELD_FOR_REVIEW if doubted else space))
         why = self.why(space, key)
         if why is Reason.MISS_NEVER_STORED:
             nearest = self.books.spaces.nearest(space.tenant, space.fingerprint, key)

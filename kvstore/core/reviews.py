@@ -1,4 +1,7 @@
-"""Reviews: held fingerprints, what a person decided about them, and until when that is open."""
+"""Reviews: held fingerprints, what a person decided about them, and until when that is open.
+
+A fingerprint is held because a required field is missing, or because its blocks are doubted.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.model.fingerprint import Fingerprint
+from kvstore.model.reasons import Reason
 
 ENDED_REVIEWS_MAX = 1_024
 """How many undecided reviews that ended are remembered; decided ones are kept for good."""
 
+UNKNOWN_NS = -1
+
 
 @dataclass(eq=False)
 class Review:
-    """One held fingerprint of a tenant. state: held, approved, rejected, expired, ended."""
+    """One held fingerprint of a tenant. state: held, approved, rejected, expired, ended. cause,
+    doubt: of a complete one, what its blocks are doubted for, and in words. created_ns: -1 until it
+    is known by this run's clock.
+    """
 
     id: int
     tenant: str
@@ -24,6 +33,13 @@ class Review:
     who: str = ""
     why: str = ""
     revision: str = ""
+    cause: Reason = Reason.OK
+    doubt: str = ""
+
+    @property
+    def doubts(self) -> bool:
+        """Whether the blocks of a complete fingerprint are doubted."""
+        return self.cause is not Reason.OK
 
 
 class Reviews:
@@ -59,9 +75,16 @@ class Reviews:
     def resolve(self, tenant: str, fingerprint: Fingerprint) -> Fingerprint:
         """The fingerprint, completed if an operator vouched for its weights."""
         review = self.find(tenant, fingerprint)
-        if review is not None and review.state == "approved":
+        if review is not None and review.state == "approved" and not review.doubts:
             return fingerprint.complete(review.revision)
         return fingerprint
+
+    def doubted(self, tenant: str, fingerprint: Fingerprint) -> Review | None:
+        """What keeps a complete fingerprint's blocks from everybody: undecided, or rejected."""
+        review = self.find(tenant, fingerprint)
+        if review is None or not review.doubts or review.state not in ("held", "rejected"):
+            return None
+        return review
 
     def end(self, review: Review, state: str) -> None:
         """Nobody decided it; a later offer begins a new one."""

@@ -12,9 +12,10 @@ from typing import Any
 
 from kvstore.core.books import Books
 from kvstore.core.effects import Persist
-from kvstore.core.reviews import Review
+from kvstore.core.reviews import UNKNOWN_NS, Review
 from kvstore.core.spaces import Space
 from kvstore.model.fingerprint import Fingerprint
+from kvstore.model.reasons import Reason
 
 NEXT_SPACE = b"next"
 
@@ -53,7 +54,7 @@ class Rows:
         self.emit(0, "space", NEXT_SPACE, b"%d" % bound)
 
     def review(self, ticket: int, review: Review, wall_s: float) -> None:
-        """A decision, and when it fell by the wall clock."""
+        """A decision, or a doubt that waits for one, and since when by the wall clock."""
         row = {
             "tenant": review.tenant,
             "fingerprint": review.fingerprint.to_dict(),
@@ -61,10 +62,15 @@ class Rows:
             "who": review.who,
             "why": review.why,
             "revision": review.revision,
+            "cause": int(review.cause),
+            "doubt": review.doubt,
             "wall_s": wall_s,
         }
-        key = review.tenant.encode() + b"/" + review.fingerprint.digest
-        self.emit(ticket, "review", key, _json(row))
+        self.emit(ticket, "review", _review_key(review), _json(row))
+
+    def no_review(self, ticket: int, review: Review) -> None:
+        """Nothing is to be decided any more."""
+        self.emit(ticket, "review", _review_key(review), None)
 
 
 def read_epoch(value: bytes) -> int:
@@ -85,12 +91,18 @@ def read_review(value: bytes, review_id: int) -> Review:
         id=review_id,
         tenant=str(row["tenant"]),
         fingerprint=Fingerprint.from_dict(row["fingerprint"]),
-        created_ns=0,
+        created_ns=UNKNOWN_NS,
         state=str(row["state"]),
         who=str(row["who"]),
         why=str(row["why"]),
         revision=str(row["revision"]),
+        cause=Reason.from_wire(int(row.get("cause", Reason.OK))),
+        doubt=str(row.get("doubt", "")),
     )
+
+
+def _review_key(review: Review) -> bytes:
+    return review.tenant.encode() + b"/" + review.fingerprint.digest
 
 
 def _json(row: dict[str, Any]) -> bytes:

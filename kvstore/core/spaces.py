@@ -1,8 +1,10 @@
 """Spaces: (tenant, fingerprint) to an index of blocks, and which of them a session may see.
 
 A space is OPEN (every session of the tenant), HELD (only the group that opened it, until a person
-decides) or CLOSED. Ids are never reused, so what was closed cannot come back under an old id.
-Bookkeeping and judgement; closing a space drops its blocks in `decisions`.
+decides) or CLOSED. An OPEN one that is doubted is nobody's until a person decides: its blocks stay
+where they are, and none is read, written or saved. Ids are never reused, so what was closed cannot
+come back under an old id. Bookkeeping and judgement; closing a space drops its blocks in
+`decisions`.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Space:
     __slots__ = (
         "blocks",
         "closed_why",
+        "doubted",
         "fingerprint",
         "group",
         "groups",
@@ -67,9 +70,20 @@ class Space:
         self.index: dict[bytes, Slot] = {}
         self.groups: dict[tuple[int, bytes, int], WriteGroup] = {}
         self.blocks = 0
+        self.doubted = False
         self.review_id = 0
         self.closed_why = Reason.MISS_INVALIDATED
         self.used_ns = now_ns
+
+    @property
+    def may_be_saved(self) -> bool:
+        """Whether an archive may get blocks of it."""
+        return self.state is OPEN and not self.doubted
+
+    @property
+    def state_word(self) -> str:
+        """Its state as people are told it."""
+        return HELD.value if self.doubted else self.state.value
 
     @property
     def block_bytes(self) -> int:
@@ -86,6 +100,7 @@ class Space:
         return (
             self.tenant == tenant
             and self.state is not CLOSED
+            and not self.doubted
             and (self.state is OPEN or self.group == group)
         )
 
@@ -163,7 +178,7 @@ class Spaces:
             # The key first: fingerprints of a thousand spaces take a millisecond to compare.
             if key is not None and key not in space.index:
                 continue
-            if space.state is not OPEN or space.fingerprint == fingerprint:
+            if not space.may_be_saved or space.fingerprint == fingerprint:
                 continue
             differences = space.fingerprint.differences(fingerprint)
             if best is None or len(differences) < len(best[1]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvstore.core.arena import Arena
 from kvstore.core.books import Books
 from kvstore.core.leases import LeaseKind
@@ -16,7 +18,7 @@ def space_rows(books: Books) -> list[SpaceRow]:
         SpaceRow(
             space.id,
             space.tenant,
-            space.state.value,
+            space.state_word,
             space.fingerprint,
             space.blocks,
             space.block_bytes,
@@ -29,7 +31,7 @@ def space_rows(books: Books) -> list[SpaceRow]:
 def snapshot(books: Books, reviews_held: int) -> CoreStats:
     """All gauges and counters as of now."""
     counts = books.leases.counts
-    states = [space.state for space in books.spaces]
+    states = Counter(space.state_word for space in books.spaces)
     return CoreStats(
         pools=tuple(_pool(arena) for arena in books.pools),
         tenants=tuple(_tenant(books, name) for name in books.tenants),
@@ -40,8 +42,8 @@ def snapshot(books: Books, reviews_held: int) -> CoreStats:
         pins=counts[LeaseKind.PIN],
         copies_in_flight=len(books.flights),
         saves_in_flight=len(books.saving),
-        spaces_open=states.count(SpaceState.OPEN),
-        spaces_held=states.count(SpaceState.HELD),
+        spaces_open=states[SpaceState.OPEN.value],
+        spaces_held=states[SpaceState.HELD.value],
         reviews_held=reviews_held,
         counters=dict(books.counters),
     )
@@ -83,6 +85,8 @@ def explain(books: Books, tenant: str, space_id: int, key: bytes, now_ns: int) -
     if space is None or space.tenant != tenant:
         closed = books.spaces.closed_why(space_id, tenant)
         return KeyExplanation(closed or Reason.MISS_NEVER_STORED, -1, 0, 0, -1)
+    if space.doubted:
+        return KeyExplanation(Reason.HELD_FOR_REVIEW, -1, 0, 0, -1)
     slot = space.index.get(key)
     if slot is not None:
         ready = slot.state is SlotState.READY

@@ -13,7 +13,7 @@ from kvstore.core.moves import Moves
 from kvstore.core.pools import Fill, Slot, release_holds
 from kvstore.core.spaces import Space
 from kvstore.core.staging import Staging
-from kvstore.core.states import SlotState, SpaceState
+from kvstore.core.states import SlotState
 from kvstore.core.turns import Turns
 from kvstore.model.layout import Part
 from kvstore.model.reasons import Reason
@@ -104,7 +104,7 @@ class Writes:
     def _why_not_durable(self, space: Space) -> Reason | None:
         if self.books.archive_below(self.books.ingest.tier) is None:
             return Reason.NO_DURABLE_TIER
-        return Reason.HELD_FOR_REVIEW if space.state is SpaceState.HELD else None
+        return None if space.may_be_saved else Reason.HELD_FOR_REVIEW
 
     def _touch_chain(self, space: Space, chain: list[bytes], now_ns: int) -> list[Slot | None]:
         """What there is of a chain. It was just used, and this command will not evict it."""

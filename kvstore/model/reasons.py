@@ -213,7 +213,7 @@ _FACTS: dict[Reason, _Facts] = {
     ),
     Reason.HELD_FOR_REVIEW: _Facts(
         Origin.DATA,
-        "A required fingerprint field is missing; give it, or approve with `kvstore review`.",
+        "A required field is missing, or blocks came back damaged: see `kvstore review`.",
     ),
     Reason.REJECTED_BY_REVIEW: _Facts(Origin.POLICY, "An operator rejected this fingerprint."),
     Reason.NOT_ADMITTED: _Facts(Origin.POLICY, "The policy did not admit the block."),

@@ -258,7 +258,9 @@ class Reviewed(NamedTuple):
 
 
 class ReviewRow(NamedTuple):
-    """One held fingerprint. state: held, approved, rejected, expired, ended."""
+    """One held fingerprint. state: held, approved, rejected, expired, ended. doubt: why the blocks
+    of a complete one are held.
+    """
 
     review_id: int
     tenant: str
@@ -270,6 +272,7 @@ class ReviewRow(NamedTuple):
     decided_by: str
     decided_why: str
     revision: str
+    doubt: str = ""
 
 
 class SpaceRow(NamedTuple):

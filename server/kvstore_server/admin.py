@@ -318,6 +318,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                     decided_by=row.decided_by,
                     decided_why=row.decided_why,
                     revision=row.revision,
+                    doubt=row.doubt,
                 )
                 for row in self._core.reviews(request.all)
             ]
@@ -329,7 +330,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     async def _review(self, request: pb.ReviewRequest, call: Call) -> pb.ReviewReply:
         bound_text(request.who, "who")
         bound_text(request.why, "why", WHY_BYTES_MAX)
-        if request.approve and not request.revision:
+        doubts = {row.review_id for row in self._core.reviews() if row.doubt}
+        if request.approve and not request.revision and request.review_id not in doubts:
             raise BadRequest(Reason.BAD_NAME, "an approval names the weights revision vouched for")
         clock = self._store.clock
         reviewed = self._core.review(

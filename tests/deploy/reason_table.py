@@ -35,7 +35,7 @@ STEPS: dict[Reason, str] = {
     Reason.DECLINED_SHADOW: "`serve.share`; evidence.md.",
     Reason.HELD_BY_AUDIT: "`kvstore review list` tells which model; evidence.md.",
     Reason.DECLINED_GUARD: "`kvstore status` shows the tier's state.",
-    Reason.HELD_FOR_REVIEW: "`kvstore review list` shows which field is missing.",
+    Reason.HELD_FOR_REVIEW: "`kvstore review list` shows the missing field, or what was seen.",
     Reason.REJECTED_BY_REVIEW: "`kvstore review list --all` shows who decided.",
     Reason.LEASE_EXPIRED: "`limits.lease_ttl_ms`; is the node's processor overloaded?",
     Reason.SESSION_UNKNOWN: "Clients do so by themselves. Often: does the daemon restart?",

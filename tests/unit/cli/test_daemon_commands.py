@@ -459,7 +459,8 @@ def test_review_approve(ask: Run, admin: FakeAdmin) -> None:
     assert admin.the_request("Review") == pb.ReviewRequest(
         review_id=4, approve=True, revision="rev-1", who="ada", why="checked"
     )
-    ask("review", "approve", "4", "--reason", "no revision", code=2)
+    ask("review", "approve", "4", "--reason", "blocks are right", "--who", "ada")
+    assert admin.requests["Review"][-1].revision == "", "which the daemon refuses if it is missing"
     ask("review", "approve", "4", "--revision", "rev-1", code=2)
 
 
