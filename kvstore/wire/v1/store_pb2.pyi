@@ -73,6 +73,30 @@ HIT_RULE_BITMAP: HitRule.ValueType  # 2
 """every block by itself; hit_blocks is the leading run"""
 Global___HitRule: typing_extensions.TypeAlias = HitRule
 
+class _Overlap:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _OverlapEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Overlap.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    OVERLAP_SERIAL: _Overlap.ValueType  # 0
+    """loads, then computes the rest: the sum"""
+    OVERLAP_LAYERWISE: _Overlap.ValueType  # 1
+    """loads the layers to come while it computes: the longer of the two"""
+    OVERLAP_TAIL: _Overlap.ValueType  # 2
+    """computes the head of what is slow to load while its tail loads"""
+
+class Overlap(_Overlap, metaclass=_OverlapEnumTypeWrapper):
+    """What the engine can do at the same time; decides what a plan minimises."""
+
+OVERLAP_SERIAL: Overlap.ValueType  # 0
+"""loads, then computes the rest: the sum"""
+OVERLAP_LAYERWISE: Overlap.ValueType  # 1
+"""loads the layers to come while it computes: the longer of the two"""
+OVERLAP_TAIL: Overlap.ValueType  # 2
+"""computes the head of what is slow to load while its tail loads"""
+Global___Overlap: typing_extensions.TypeAlias = Overlap
+
 class _Arm:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -754,12 +778,14 @@ class LookupRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     PREFILL_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    OVERLAP_FIELD_NUMBER: builtins.int
     LAST_KEY_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     request_id: builtins.str
     """the engine's, for the trace; at most 128 bytes"""
     prompt_tokens: builtins.int
     """0: unknown"""
+    overlap: Global___Overlap.ValueType
     last_key: builtins.bytes
     """of the whole prompt, 32 bytes, where this call has only some of its keys; decides its arm"""
     @property
@@ -778,10 +804,11 @@ class LookupRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         prefill: Global___PrefillCost | None = ...,
         prompt_tokens: builtins.int = ...,
+        overlap: Global___Overlap.ValueType = ...,
         last_key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prefill", b"prefill"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["last_key", b"last_key", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "queries", b"queries", "request_id", b"request_id", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["last_key", b"last_key", "overlap", b"overlap", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "queries", b"queries", "request_id", b"request_id", "session", b"session"]) -> None: ...
 
 Global___LookupRequest: typing_extensions.TypeAlias = LookupRequest
 
@@ -818,6 +845,57 @@ class GroupHit(google.protobuf.message.Message):
 Global___GroupHit: typing_extensions.TypeAlias = GroupHit
 
 @typing.final
+class TierPlan(google.protobuf.message.Message):
+    """What a plan says of the blocks in one tier: of those to be loaded; of all found where it declines. Milliseconds are
+    predictions.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    FOUND_BLOCKS_FIELD_NUMBER: builtins.int
+    LOAD_BLOCKS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: builtins.int
+    QUEUED_BYTES_FIELD_NUMBER: builtins.int
+    IDEAL_LOAD_MS_FIELD_NUMBER: builtins.int
+    LOAD_MS_FIELD_NUMBER: builtins.int
+    RECOMPUTE_MS_FIELD_NUMBER: builtins.int
+    tier: builtins.int
+    """1 + tier index"""
+    found_blocks: builtins.int
+    """of the hit"""
+    load_blocks: builtins.int
+    """of those, to be loaded"""
+    bytes: builtins.int
+    bytes_per_second: builtins.float
+    """estimate of the whole path to the engine"""
+    queued_bytes: builtins.int
+    """before them on the path"""
+    ideal_load_ms: builtins.float
+    """bytes / bandwidth"""
+    load_ms: builtins.float
+    """with latency and queue"""
+    recompute_ms: builtins.float
+    """of their tokens; 0 when the cost is unknown"""
+    def __init__(
+        self,
+        *,
+        tier: builtins.int = ...,
+        found_blocks: builtins.int = ...,
+        load_blocks: builtins.int = ...,
+        bytes: builtins.int = ...,
+        bytes_per_second: builtins.float = ...,
+        queued_bytes: builtins.int = ...,
+        ideal_load_ms: builtins.float = ...,
+        load_ms: builtins.float = ...,
+        recompute_ms: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "bytes_per_second", b"bytes_per_second", "found_blocks", b"found_blocks", "ideal_load_ms", b"ideal_load_ms", "load_blocks", b"load_blocks", "load_ms", b"load_ms", "queued_bytes", b"queued_bytes", "recompute_ms", b"recompute_ms", "tier", b"tier"]) -> None: ...
+
+Global___TierPlan: typing_extensions.TypeAlias = TierPlan
+
+@typing.final
 class Plan(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -828,8 +906,14 @@ class Plan(google.protobuf.message.Message):
     RECOMPUTE_MS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     BYTES_PER_SECOND_FIELD_NUMBER: builtins.int
+    TIERS_FIELD_NUMBER: builtins.int
+    HEAD_BLOCKS_FIELD_NUMBER: builtins.int
+    COMPUTED_BLOCKS_FIELD_NUMBER: builtins.int
+    TAIL_BLOCKS_FIELD_NUMBER: builtins.int
+    TOTAL_MS_FIELD_NUMBER: builtins.int
+    COMPUTE_ONLY_MS_FIELD_NUMBER: builtins.int
     load_blocks: builtins.int
-    """of the first group"""
+    """of the first group; the leading ones unless overlap is TAIL"""
     recompute_tokens: builtins.int
     """0 when prompt_tokens is unknown"""
     load_ms: builtins.float
@@ -840,6 +924,18 @@ class Plan(google.protobuf.message.Message):
     """OK, DECLINED_RECOMPUTE_FASTER, NOTHING_TO_DO, COST_UNKNOWN"""
     bytes_per_second: builtins.float
     """the estimate used"""
+    head_blocks: builtins.int
+    """Where the hit is cut: head_blocks are loaded, then computed_blocks computed while the tail_blocks after them are loaded."""
+    computed_blocks: builtins.int
+    tail_blocks: builtins.int
+    total_ms: builtins.float
+    """until the whole prompt is there; of the hit where its length is unknown"""
+    compute_only_ms: builtins.float
+    """the same if nothing were loaded; 0 when the cost is unknown"""
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierPlan]:
+        """one a tier that has a part of the hit, fastest first"""
+
     def __init__(
         self,
         *,
@@ -850,8 +946,14 @@ class Plan(google.protobuf.message.Message):
         recompute_ms: builtins.float = ...,
         reason: Global___Reason.ValueType = ...,
         bytes_per_second: builtins.float = ...,
+        tiers: collections.abc.Iterable[Global___TierPlan] | None = ...,
+        head_blocks: builtins.int = ...,
+        computed_blocks: builtins.int = ...,
+        tail_blocks: builtins.int = ...,
+        total_ms: builtins.float = ...,
+        compute_only_ms: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_per_second", b"bytes_per_second", "ideal_load_ms", b"ideal_load_ms", "load_blocks", b"load_blocks", "load_ms", b"load_ms", "reason", b"reason", "recompute_ms", b"recompute_ms", "recompute_tokens", b"recompute_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_second", b"bytes_per_second", "compute_only_ms", b"compute_only_ms", "computed_blocks", b"computed_blocks", "head_blocks", b"head_blocks", "ideal_load_ms", b"ideal_load_ms", "load_blocks", b"load_blocks", "load_ms", b"load_ms", "reason", b"reason", "recompute_ms", b"recompute_ms", "recompute_tokens", b"recompute_tokens", "tail_blocks", b"tail_blocks", "tiers", b"tiers", "total_ms", b"total_ms"]) -> None: ...
 
 Global___Plan: typing_extensions.TypeAlias = Plan
 
@@ -1015,6 +1117,8 @@ class LoadReport(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     PREFILL_SAVED_US_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    LOAD_US_FIELD_NUMBER: builtins.int
+    PREDICTED_US_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     blocks: builtins.int
     """used, after verification"""
@@ -1027,6 +1131,10 @@ class LoadReport(google.protobuf.message.Message):
     prefill_saved_us: builtins.float
     """by the client's cost model; 0: unknown"""
     request_id: builtins.str
+    load_us: builtins.int
+    """measured from the asking for the lease until its last byte was verified; 0: not measured"""
+    predicted_us: builtins.int
+    """what a plan predicted for just these blocks; 0: nothing"""
     def __init__(
         self,
         *,
@@ -1037,8 +1145,10 @@ class LoadReport(google.protobuf.message.Message):
         tokens: builtins.int = ...,
         prefill_saved_us: builtins.float = ...,
         request_id: builtins.str = ...,
+        load_us: builtins.int = ...,
+        predicted_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "copy_us", b"copy_us", "lease_id", b"lease_id", "prefill_saved_us", b"prefill_saved_us", "reason", b"reason", "request_id", b"request_id", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "copy_us", b"copy_us", "lease_id", b"lease_id", "load_us", b"load_us", "predicted_us", b"predicted_us", "prefill_saved_us", b"prefill_saved_us", "reason", b"reason", "request_id", b"request_id", "tokens", b"tokens"]) -> None: ...
 
 Global___LoadReport: typing_extensions.TypeAlias = LoadReport
 
