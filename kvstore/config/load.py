@@ -310,6 +310,7 @@ def _check_whole(settings: Settings) -> None:
         ("disk.path", settings.disk.path),
         ("state.path", settings.state.path),
         ("trace.file", settings.trace.file),
+        ("record.path", settings.record.path),
         ("tcp.cert_file", settings.tcp.cert_file),
         ("tcp.key_file", settings.tcp.key_file),
         ("tcp.client_ca_file", settings.tcp.client_ca_file),

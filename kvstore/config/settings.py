@@ -297,6 +297,29 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
 
+class RecordSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The access log: what was asked for, without tokens or keys, for `kvstore simulate`."""
+
+    path: Annotated[
+        str,
+        knob(
+            "Folder of the access log: one line a prompt in the block traces' format, block ids "
+            "and tenants hashed. Empty: none.",
+            when="sizes or policies are to be tried on your own traffic.",
+        ),
+    ] = ""
+    capacity_bytes: Annotated[
+        int,
+        knob(
+            "Bytes of all its files. A file has an eighth; the oldest go. A block of a prompt "
+            "takes about 17.",
+            when="the log is to reach further back.",
+            ge=_MIB,
+            le=1 << 50,
+        ),
+    ] = 256 * _MIB
+
+
 class ReviewSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Fingerprints that wait for an operator."""
 
@@ -342,6 +365,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     limits: LimitSettings = LimitSettings()
     state: StateSettings = StateSettings()
     trace: TraceSettings = TraceSettings()
+    record: RecordSettings = RecordSettings()
     review: ReviewSettings = ReviewSettings()
     origins: dict[str, str] = {}
 

@@ -30,22 +30,26 @@ from prometheus_client.process_collector import ProcessCollector
 import kvstore
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import HTTP_LISTEN, Settings, render_toml
+from kvstore.model.accesses import Space
 from kvstore.model.reasons import StartError
 from kvstore.model.record import Ring
 from kvstore.model.sockets import FD_SUFFIX
 from kvstore_server import admin as admin_service
 from kvstore_server import process, servicer, tcp
+from kvstore_server.accesslog import AccessLog
 from kvstore_server.assembly import Assembly
 from kvstore_server.boundary import Boundary
 from kvstore_server.exposition import Snapshot, StoreCollector
 from kvstore_server.fdsocket import FdSocket
 from kvstore_server.health import HealthApp, HealthServer, OnLoop
+from kvstore_server.linefile import NOTHING
 from kvstore_server.listeners import Gates, Listener, Serving, stop_all
 from kvstore_server.locks import bind, open_up
 from kvstore_server.logs import event
 from kvstore_server.metrics import Metrics
 from kvstore_server.ready import Announcer
-from kvstore_server.tracefile import TraceFile, TracingRing
+from kvstore_server.sinks import Sink, SinkRing
+from kvstore_server.tracefile import TraceFile
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +78,8 @@ class App:
         self._tcp: tcp.Tcp | None = None
         self._reloading: asyncio.Task[None] | None = None
         self._http: HealthServer | None = None
+        self._trace_file: TraceFile | None = None
+        self._access_log: AccessLog | None = None
         # Ends what was begun, in reverse order, however far the start came.
         self._undo = contextlib.ExitStack()
 
@@ -120,12 +126,26 @@ class App:
         self._announce(gates, http)
 
     def _make_ring(self) -> Ring:
-        trace = self._settings.trace
-        if not trace.file:
-            return Ring(trace.ring_records)
-        file = TraceFile(trace.file, self._clock)
-        self._undo.callback(file.close)
-        return TracingRing(trace.ring_records, file)
+        trace, record = self._settings.trace, self._settings.record
+        sinks: list[Sink] = []
+        if trace.file:
+            self._trace_file = TraceFile(trace.file, self._clock)
+            self._undo.callback(self._trace_file.close)
+            sinks.append(self._trace_file)
+        if record.path:
+            self._access_log = AccessLog(
+                record.path, record.capacity_bytes, self._space_facts, self._clock
+            )
+            self._undo.callback(self._access_log.close)
+            sinks.append(self._access_log)
+        return SinkRing(trace.ring_records, sinks)
+
+    def _space_facts(self, space_id: int) -> Space | None:
+        """What the access log says of a space."""
+        space = self._store.core.books.spaces.get(space_id)
+        if space is None:
+            return None
+        return Space(space.fingerprint.digest, space.layout.block_bytes)
 
     def _listen(self, gates: Gates) -> None:
         limits, store = self._parts.limits, self._store
@@ -216,6 +236,8 @@ class App:
             sessions_max=self._parts.limits.sessions_max,
             fd_sent_bytes=self._fd_socket.reads.sent_bytes,
             tcp_events={} if self._tcp is None else self._tcp.counts,
+            trace_dropped=0 if self._trace_file is None else self._trace_file.dropped,
+            recorded=NOTHING if self._access_log is None else self._access_log.counts(),
         )
 
     def _announce(self, gates: Gates, http: str) -> None:

@@ -26,6 +26,7 @@ from kvstore.store.values import LinkStats
 from kvstore.tiers.base import ArchiveStats
 from kvstore.tiers.host import HostStats
 from kvstore_server.counts import Counts, Histogram, result_of
+from kvstore_server.linefile import NOTHING, LineCounts
 
 STATES = ("starting", "ready", "draining")
 DEFAULT_TENANT = "default"
@@ -52,6 +53,8 @@ class Snapshot(NamedTuple):
     sessions_max: int = 0
     tcp_events: Mapping[str, int] = {}
     fd_sent_bytes: int = 0
+    trace_dropped: int = 0
+    recorded: LineCounts = NOTHING
 
 
 class StoreCollector:
@@ -95,7 +98,19 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
         yield _counter(
             "tcp_events", "Calls over TCP, and readings of certificates and tokens.", events
         )
+    yield from _of_files(snapshot.trace_dropped, snapshot.recorded)
     yield from counted(snapshot.counts)
+
+
+def _of_files(trace_dropped: int, recorded: LineCounts) -> Iterator[Metric]:
+    lost = "Records that `trace.file` did not get."
+    yield _counter("trace_dropped_lines", lost, [({}, trace_dropped)])
+    written = "Prompts in the access log."
+    yield _counter("record_lines", written, [({}, recorded.written)])
+    lost = "Calls that the access log did not get."
+    yield _counter("record_dropped_lines", lost, [({}, recorded.dropped)])
+    size = "Bytes of the access log's files."
+    yield _gauge("record_bytes", size, [({}, recorded.bytes)])
 
 
 def counted(counts: Counts) -> Iterator[Metric]:

@@ -54,6 +54,8 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "state.path": st.sampled_from(["", "/var/lib/kvstore"]),
     "trace.ring_records": st.integers(0, 1 << 20),
     "trace.file": st.sampled_from(["", "/var/log/kv.jsonl"]),
+    "record.path": st.sampled_from(["", "/var/lib/kvstore/record"]),
+    "record.capacity_bytes": st.integers(1 << 20, 1 << 50),
     "policy.eviction": st.sampled_from(["lru", "hit_density"]),
     "review.ttl_hours": st.floats(0, 24 * 366, allow_nan=False),
     "tenants.alice.socket": st.sampled_from(["", "alice.sock"]),
@@ -278,7 +280,7 @@ def test_sizes_by_hand() -> None:
 
 def test_few_knobs_each_with_its_text() -> None:
     table = knobs()
-    assert len(table) < 36, "each tier has a path, a capacity and a budget; TLS has its files"
+    assert len(table) < 44, "each tier has a path, a capacity and a budget; TLS has its files"
     shown = explain()
     for one in table:
         assert one.name in shown

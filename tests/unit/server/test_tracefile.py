@@ -12,7 +12,8 @@ import pytest
 from kvstore.clock import SystemClock
 from kvstore.model.reasons import Reason, StartError
 from kvstore.model.record import Record, RecordBuilder, Ring
-from kvstore_server.tracefile import TraceFile, TracingRing
+from kvstore_server.sinks import SinkRing
+from kvstore_server.tracefile import TraceFile
 
 
 def _record(number: int) -> Record:
@@ -23,7 +24,7 @@ def _record(number: int) -> Record:
 def test_every_record_is_a_line_and_the_ring_keeps_its_own(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     file = TraceFile(str(path), SystemClock())
-    ring: Ring = TracingRing(4, file)
+    ring: Ring = SinkRing(4, [file])
     for number in range(1000):
         ring.append(_record(number))
     file.close()
