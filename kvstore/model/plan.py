@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvstore.model.reasons import Reason
 
-__all__ = ["Overlap", "Plan", "Split"]
+__all__ = ["Overlap", "Plan", "Split", "TierPlan"]
 
 
 class Overlap(enum.Enum):
@@ -43,6 +43,29 @@ class Split(NamedTuple):
     """The same if nothing were loaded; 0 when the cost is unknown."""
 
 
+class TierPlan(NamedTuple):
+    """What a plan says of the blocks in one tier. Milliseconds are predictions.
+
+    `length_bytes` and the times are of the blocks to be loaded, with what has to be loaded besides;
+    of all that was found where the plan declines.
+    """
+
+    tier: int
+    """Index of the tier, the fastest is 0."""
+    found_blocks: int
+    """Of the hit."""
+    load_blocks: int
+    length_bytes: int
+    bytes_per_second: float
+    """Estimate of the whole path from the tier to the engine."""
+    queued_bytes: int
+    """Before them on the path."""
+    ideal_load_ms: float
+    load_ms: float
+    recompute_ms: float
+    """Prefill time of their tokens; 0 when the cost is unknown."""
+
+
 class Plan(NamedTuple):
     """What to do with a hit. Milliseconds are predictions.
 
@@ -65,3 +88,5 @@ class Plan(NamedTuple):
     bytes_per_second: float
     """The bandwidth that was used, over all tiers of the load; 0 when there is nothing to load."""
     split: Split
+    tiers: tuple[TierPlan, ...] = ()
+    """One a tier that has a part of the hit, or of what is loaded with it."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvstore.model.cost import PrefillCost
-from kvstore.model.plan import Overlap, Plan, Split
+from kvstore.model.plan import Overlap, Plan, Split, TierPlan
 from kvstore.model.reasons import Reason
 from kvstore.policy.links import Link
 
@@ -185,6 +185,50 @@ class _Hit:
             bytes_of[tier] = bytes_of.get(tier, 0) + blocks * self._block_bytes
             yield end, self._cost(bytes_of)
 
+    def by_tier(self, split: Split, prefill: PrefillCost | None) -> tuple[TierPlan, ...]:
+        """What loading the head and the tail of `split` takes of each tier; the whole hit where
+        neither has a block.
+        """
+        tail_from = split.head_blocks + split.computed_blocks
+        loads = ((0, split.head_blocks), (tail_from, tail_from + split.tail_blocks))
+        declined = not split.head_blocks + split.tail_blocks
+        if declined:
+            loads = ((0, self.blocks), (0, 0))
+        bytes_of = {tier: 0 for tier, _ in self._fixed}
+        for tier, length_bytes in self._fixed:
+            bytes_of[tier] += length_bytes
+        found = dict.fromkeys(bytes_of, 0)
+        loaded, compute_ms = dict(found), dict.fromkeys(bytes_of, 0.0)
+        first = 0
+        for (tier, blocks), end in zip(self.runs, self.ends, strict=True):
+            found[tier] = found.get(tier, 0) + blocks
+            for load_first, load_end in loads:
+                low, high = max(load_first, first), min(load_end, end)
+                if low < high:
+                    loaded[tier] = loaded.get(tier, 0) + high - low
+                    spent_ms = _compute_ms(prefill, self.tokens_at(low), self.tokens_at(high))
+                    compute_ms[tier] = compute_ms.get(tier, 0.0) + spent_ms
+            first = end
+        plans = []
+        for tier in sorted(found):
+            blocks, link = loaded.get(tier, 0), self._links[tier]
+            length_bytes = bytes_of.get(tier, 0) + blocks * self._block_bytes
+            ideal_ns = link.ideal_ns(length_bytes)
+            plans.append(
+                TierPlan(
+                    tier,
+                    found[tier],
+                    0 if declined else blocks,
+                    length_bytes,
+                    1e9 / link.ideal_ns(1),
+                    link.queued_bytes,
+                    ideal_ns / _NS_PER_MS,
+                    (ideal_ns + link.fixed_ns()) / _NS_PER_MS if length_bytes else 0.0,
+                    compute_ms.get(tier, 0.0),
+                )
+            )
+        return tuple(plans)
+
     def _cost(self, bytes_of: dict[int, int]) -> _Load:
         ideal_ns = fixed_ns = 0.0
         for tier, length_bytes in bytes_of.items():
@@ -304,4 +348,5 @@ def _as_plan(
         reason=reason,
         bytes_per_second=load.length_bytes / load.ideal_ms * 1e3,
         split=split,
+        tiers=hit.by_tier(split, prefill),
     )

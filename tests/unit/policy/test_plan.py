@@ -71,6 +71,25 @@ def test_the_fast_tier_is_loaded_though_the_slow_one_is_not_worth_it() -> None:
     assert advice.bytes_per_second == pytest.approx(50e9)
 
 
+def test_a_plan_tells_what_it_weighed_tier_by_tier() -> None:
+    paths = links(50, 1, latency_us=100)
+    paths[1].enqueue(10**9)
+    hit = [(0, 10), (1, 10), (0, 4)]
+    advice = plan(hit, 512, BLOCK_BYTES, paths, LLAMA_8B_H100, 13_000)
+    host, disk = advice.tiers
+    assert (host.tier, host.found_blocks, host.load_blocks) == (0, 14, 10)
+    assert (disk.tier, disk.found_blocks, disk.load_blocks) == (1, 10, 0)
+    assert host.length_bytes == 10 * BLOCK_BYTES
+    assert host.bytes_per_second == pytest.approx(50e9)
+    assert host.recompute_ms == pytest.approx(LLAMA_8B_H100.prefill_us(5_120) / 1e3)
+    assert (disk.queued_bytes, disk.length_bytes, disk.load_ms) == (10**9, 0, 0)
+    declined = plan(hit[1:2], 512, BLOCK_BYTES, paths, LLAMA_8B_H100, 13_000)
+    (disk,) = declined.tiers
+    assert (disk.found_blocks, disk.load_blocks) == (10, 0), "nothing is to be loaded"
+    assert disk.length_bytes == 10 * BLOCK_BYTES, "what loading it all would take"
+    assert disk.load_ms == pytest.approx(0.1 + (10**9 + 10 * BLOCK_BYTES) / 1e9 * 1e3)
+
+
 def test_a_slow_head_is_loaded_if_what_follows_pays_for_it() -> None:
     long_tail = plan([(1, 4), (0, 400)], 512, BLOCK_BYTES, links(50, 1), LLAMA_8B_H100)
     assert (long_tail.reason, long_tail.load_blocks) == (Reason.OK, 404)
@@ -180,6 +199,13 @@ def test_a_plan_never_loses_against_computing(case: Case, overlap: Overlap) -> N
     assert advice.recompute_tokens == case.prompt_tokens - case.cached - loaded
     computed_ms = case.cost.prefill_us(case.prompt_tokens, case.cached) / 1e3
     assert split.compute_only_ms == pytest.approx(computed_ms)
+    by_tier = advice.tiers
+    assert sum(one.found_blocks for one in by_tier) == case.blocks
+    assert sum(one.load_blocks for one in by_tier) == advice.load_blocks
+    assert sum(one.ideal_load_ms for one in by_tier) == pytest.approx(advice.ideal_load_ms)
+    assert sum(one.recompute_ms for one in by_tier) == pytest.approx(advice.recompute_ms)
+    if overlap is not Overlap.TAIL:  # whose head and tail each wait for the first byte of a tier
+        assert sum(one.load_ms for one in by_tier) == pytest.approx(advice.load_ms)
     if advice.reason is Reason.OK:
         assert advice.load_blocks > 0
         if overlap is Overlap.SERIAL:
