@@ -360,6 +360,20 @@ def _plan_fields(plan: Plan) -> dict[str, Any]:
         "recompute_ms": round(plan.recompute_ms, 3),
         "bytes_per_second": round(plan.bytes_per_second),
         "reason": plan.reason.name,
+        "total_ms": round(plan.split.total_ms, 3),
+        "compute_only_ms": round(plan.split.compute_only_ms, 3),
+        "tiers": [
+            {
+                "tier": one.tier,
+                "found_blocks": one.found_blocks,
+                "load_blocks": one.load_blocks,
+                "bytes": one.length_bytes,
+                "queued_bytes": one.queued_bytes,
+                "load_ms": round(one.load_ms, 3),
+                "recompute_ms": round(one.recompute_ms, 3),
+            }
+            for one in plan.tiers
+        ],
     }
 
 
