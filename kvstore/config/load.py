@@ -18,6 +18,7 @@ import msgspec
 
 from kvstore.config.knob import wrong
 from kvstore.config.settings import DEFAULT_TENANT, SIZE_UNITS, Settings, TenantSettings
+from kvstore.model.sampling import SALT_BYTES_MAX
 from kvstore.model.sockets import FD_SUFFIX, LOCK_SUFFIX, bytes_too_long
 
 if sys.version_info >= (3, 11):
@@ -305,6 +306,8 @@ def _check_whole(settings: Settings) -> None:
         owners[path] = name
     _ = settings.http.address  # raises if it is none
     _check_tcp(settings)
+    if len(settings.serve.salt.encode()) > SALT_BYTES_MAX:
+        raise wrong("serve.salt", f"longer than {SALT_BYTES_MAX} bytes")
     tokens = [(f"tenants.{name}.token_file", t.token_file) for name, t in settings.tenants.items()]
     for name, path in (
         ("disk.path", settings.disk.path),

@@ -15,6 +15,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from kvstore.config.evidence import AuditSettings, ServeSettings
 from kvstore.config.knob import knob, wrong
 from kvstore.config.network import HttpSettings, TcpSettings
 
@@ -367,6 +368,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trace: TraceSettings = TraceSettings()
     record: RecordSettings = RecordSettings()
     review: ReviewSettings = ReviewSettings()
+    serve: ServeSettings = ServeSettings()
+    audit: AuditSettings = AuditSettings()
     origins: dict[str, str] = {}
 
     def data_socket(self, tenant: str) -> str:

@@ -154,6 +154,9 @@ class Record:
     detail: str
     departed: Stage | None
     """The first stage whose result was not the expected one; None if all were."""
+    evidence: dict[str, Any] | None = None
+    """The side of a comparison that the request was on, what it would have loaded, what its client
+    reports or what an audit found; plain values for JSON."""
 
     @property
     def origin(self) -> Origin:
@@ -207,6 +210,8 @@ class Record:
                 "bytes": self.loaded_bytes,
                 "us": self.loaded_us,
             }
+        if self.evidence is not None:
+            fields["evidence"] = self.evidence
         if self.keys:
             fields["first_key"] = self.keys[:KEY_SHOWN_BYTES].hex()
             fields["last_key"] = self.keys[-KEY_BYTES:][:KEY_SHOWN_BYTES].hex()

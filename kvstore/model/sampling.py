@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from kvstore.model.reasons import Reason
 
-__all__ = ["Arm", "Sampling", "share_point"]
+__all__ = ["ALL_SERVED", "Arm", "Sampling", "share_point"]
 
 SALT_BYTES_MAX: Final = 64
 """Of BLAKE2b's key."""
@@ -69,6 +69,9 @@ class Sampling(NamedTuple):
         if self.audit_share <= 0:
             return False
         return share_point(last_key, self.salt, b"kvstore/audit") < self.audit_share
+
+
+ALL_SERVED: Final = Sampling()
 
 
 def share_point(last_key: bytes, salt: bytes, purpose: bytes) -> float:

@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from kvstore.store.grants import Grants
+from kvstore.store.withheld import Withheld
 
 SECRET_BYTES = 16
 
@@ -29,6 +30,7 @@ class Session:
     """A process with an fd socket stands behind it: that is its life, not the Attach stream."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     grants: Grants = field(default_factory=Grants)
+    withheld: Withheld = field(default_factory=Withheld)
 
 
 class Sessions:

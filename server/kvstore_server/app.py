@@ -30,6 +30,7 @@ from prometheus_client.process_collector import ProcessCollector
 import kvstore
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import HTTP_LISTEN, Settings, render_toml
+from kvstore.config.evidence import sampling_of
 from kvstore.model.accesses import Space
 from kvstore.model.reasons import StartError
 from kvstore.model.record import Ring
@@ -74,6 +75,7 @@ class App:
         self._grace_s = settings.server.drain_grace_s
         self._state = "starting"
         self._metrics = Metrics()
+        self._sampling = sampling_of(settings.serve, settings.audit)
         self._listeners: list[Serving] = []
         self._tcp: tcp.Tcp | None = None
         self._reloading: asyncio.Task[None] | None = None
@@ -150,7 +152,7 @@ class App:
     def _listen(self, gates: Gates) -> None:
         limits, store = self._parts.limits, self._store
         for tenant, gate in gates.data.items():
-            boundary = Boundary(store, self._metrics, self._ring, limits)
+            boundary = Boundary(store, self._metrics, self._ring, limits, self._sampling)
             data = servicer.StoreServicer(store, boundary, limits, tenant=tenant, fd_socket=True)
             fd_path = f"{gate.path}{FD_SUFFIX}"
             fd_listener = bind(fd_path, gate.setting)
@@ -190,7 +192,7 @@ class App:
         servicers = {
             tenant: servicer.StoreServicer(
                 store,
-                Boundary(store, self._metrics, self._ring, limits),
+                Boundary(store, self._metrics, self._ring, limits, self._sampling),
                 limits,
                 tenant=tenant,
                 fd_socket=False,  # memory is handed to processes of this machine alone

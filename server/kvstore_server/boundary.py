@@ -20,7 +20,8 @@ from kvstore.config import Limits
 from kvstore.model.fingerprint import Difference
 from kvstore.model.keys import KEY_BYTES, unpack_keys
 from kvstore.model.reasons import BadRequest, KVStoreError, NoSpace, Reason
-from kvstore.model.record import RecordBuilder, Ring
+from kvstore.model.record import Record, RecordBuilder, Ring
+from kvstore.model.sampling import ALL_SERVED, Sampling
 from kvstore.store import NS_PER_MS, Session, Store
 from kvstore.wire import status
 from kvstore_server.logs import Throttled
@@ -62,8 +63,16 @@ class Call:
 class Boundary:
     """Runs the bodies of one servicer's calls. Belongs to the event loop's thread."""
 
-    def __init__(self, store: Store, metrics: Metrics, ring: Ring | None, limits: Limits) -> None:
+    def __init__(
+        self,
+        store: Store,
+        metrics: Metrics,
+        ring: Ring | None,
+        limits: Limits,
+        sampling: Sampling = ALL_SERVED,
+    ) -> None:
         """`ring` None: calls are counted, but leave no record, as the operator's own."""
+        self.sampling = sampling
         self.store = store
         self.metrics = metrics
         self.ring = ring
@@ -75,6 +84,8 @@ class Boundary:
             ("limits.lease_ttl_ms", limits.lease_ttl_ms),
             ("limits.reserve_ttl_ms", limits.reserve_ttl_ms),
             ("host.staging_bytes", limits.staging_bytes),
+            ("serve.share", sampling.serve_share),
+            ("audit.share", sampling.audit_share),
         )
         self._active = 0
 
@@ -138,6 +149,11 @@ class Boundary:
         call.answered = True
         self._active -= 1
         record = call.record.finish(call.reason, self.store.clock.monotonic_ns())
+        self.keep(record)
+        self.metrics.request(record.verb, call.reason, call.tier, record.elapsed_us / 1e6)
+
+    def keep(self, record: Record) -> None:
+        """Keeps a finished record for `kvstore trace` and the trace file."""
         if self.ring is not None:
             self.ring.append(record)
         self.metrics.request(record.verb, call.reason, call.tier, record.elapsed_us / 1e6)

@@ -27,7 +27,12 @@ _FINE = frozenset(
     }
 )
 _DECLINED = frozenset(
-    {Reason.DECLINED_RECOMPUTE_FASTER, Reason.DECLINED_HOLDOUT, Reason.DECLINED_GUARD}
+    {
+        Reason.DECLINED_RECOMPUTE_FASTER,
+        Reason.DECLINED_GUARD,
+        Reason.DECLINED_HOLDOUT,
+        Reason.DECLINED_SHADOW,
+    }
 )
 _FAILED = frozenset(
     {
@@ -106,6 +111,21 @@ class Counts:
     planned_load_s: dict[str, float] = field(default_factory=dict)
     planned_recompute_s: dict[str, float] = field(default_factory=dict)
     """By what the plan decided."""
+    withheld_lookups: Counter[str] = field(default_factory=Counter)
+    """By arm."""
+    withheld_tokens: Counter[str] = field(default_factory=Counter)
+    """By arm."""
+    withheld_saving_s: float = 0.0
+    reported: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(arm, outcome)"""
+    computed_tokens: Counter[str] = field(default_factory=Counter)
+    """By arm, as clients report."""
+    moved_bytes: Counter[str] = field(default_factory=Counter)
+    """By arm, as clients report."""
+    first_token: dict[str, Histogram] = field(default_factory=dict)
+    """By arm."""
+    audited: Counter[str] = field(default_factory=Counter)
+    """Blocks by result."""
     rejections: Counter[str] = field(default_factory=Counter)
     """By the field that differed."""
     held: int = 0
@@ -125,6 +145,14 @@ class Counts:
             client_copy={key: _copied(one) for key, one in self.client_copy.items()},
             planned_load_s=dict(self.planned_load_s),
             planned_recompute_s=dict(self.planned_recompute_s),
+            withheld_tokens=Counter(self.withheld_tokens),
+            withheld_lookups=Counter(self.withheld_lookups),
+            withheld_saving_s=self.withheld_saving_s,
+            reported=Counter(self.reported),
+            computed_tokens=Counter(self.computed_tokens),
+            moved_bytes=Counter(self.moved_bytes),
+            first_token={key: _copied(one) for key, one in self.first_token.items()},
+            audited=Counter(self.audited),
             rejections=Counter(self.rejections),
             held=self.held,
         )

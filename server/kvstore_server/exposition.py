@@ -20,6 +20,7 @@ from prometheus_client.core import (
 )
 
 import kvstore
+from kvstore.model.sampling import Arm
 from kvstore.model.values import CoreStats, PoolStats
 from kvstore.store import StoreStats
 from kvstore.store.values import LinkStats
@@ -38,6 +39,7 @@ CORE_EVENTS = (
 )
 COPIES = ("commit", "demote", "load", "promote", "save")
 DECISIONS = ("load", "recompute")
+ARMS = tuple(arm.name.lower() for arm in Arm if arm)
 
 
 class Snapshot(NamedTuple):
@@ -130,6 +132,7 @@ def counted(counts: Counts) -> Iterator[Metric]:
     yield from _lookups(counts)
     yield from _loads(counts)
     yield from _plans(counts)
+    yield from _evidence(counts)
     yield _counter(
         "fingerprint_rejections",
         "Fingerprints refused and prefixes missed because this field differs.",
@@ -194,6 +197,33 @@ def _loads(counts: Counts) -> Iterator[Metric]:
         ("tenant",),
         (((tenant,), one) for tenant, one in counts.client_copy.items()),
     )
+
+
+def _evidence(counts: Counts) -> Iterator[Metric]:
+    """All sides from the start, so that a rate shows the first one."""
+    for name, values, text in (
+        ("withheld_lookups", counts.withheld_lookups, "Look-ups that found what was withheld."),
+        ("withheld_tokens", counts.withheld_tokens, "Tokens that they would have loaded."),
+        ("reported_computed_tokens", counts.computed_tokens, "Tokens that clients computed."),
+        ("reported_moved_bytes", counts.moved_bytes, "Bytes that clients loaded for requests."),
+    ):
+        yield _counter(name, text, _by("arm", {arm: values[arm] for arm in ARMS}))
+    saving = "Time that withheld loads would have saved, by the plan."
+    yield _counter("withheld_saving_seconds", saving, [({}, counts.withheld_saving_s)])
+    rows = [
+        (_labels(("arm", "outcome"), (arm, outcome)), counts.reported[arm, outcome])
+        for arm in ARMS
+        for outcome in ("ok", "failed")
+    ]
+    yield _counter("reported_requests", "Requests that clients report, by side.", rows)
+    yield _histogram(
+        "first_token_seconds",
+        "Time to the first token, as clients measured it, by side.",
+        ("arm",),
+        (((arm,), counts.first_token.get(arm, Histogram())) for arm in ARMS),
+    )
+    audited = [({"outcome": one}, counts.audited[one]) for one in ("match", "mismatch")]
+    yield _counter("audited_blocks", "Stored blocks that were computed and compared.", audited)
 
 
 def _plans(counts: Counts) -> Iterator[Metric]:

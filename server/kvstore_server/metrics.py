@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from kvstore.model.plan import Plan
 from kvstore.model.reasons import Reason
+from kvstore.model.sampling import Arm
 from kvstore_server.counts import Counts, Histogram, result_of
 from kvstore_server.exposition import counted, flatten
 
@@ -81,6 +82,35 @@ class Metrics:
             counts.loaded_tokens[tenant] += tokens
             saved_s = counts.prefill_saved_s.get(tenant, 0.0)
             counts.prefill_saved_s[tenant] = saved_s + prefill_saved_s
+
+    def withheld(self, arm: Arm, tokens: int, saving_s: float) -> None:
+        """A lookup found what was worth loading, and was not given it."""
+        counts, side = self._counts, arm.name.lower()
+        counts.withheld_lookups[side] += 1
+        counts.withheld_tokens[side] += tokens
+        counts.withheld_saving_s += saving_s
+
+    def reported(
+        self,
+        arm: Arm,
+        *,
+        failed: bool,
+        computed_tokens: int,
+        loaded_bytes: int,
+        first_token_s: float,
+    ) -> None:
+        """A client reports what became of a request. first_token_s 0: it was not measured."""
+        counts, side = self._counts, arm.name.lower()
+        counts.reported[side, "failed" if failed else "ok"] += 1
+        counts.computed_tokens[side] += computed_tokens
+        counts.moved_bytes[side] += loaded_bytes
+        if first_token_s:
+            counts.first_token.setdefault(side, Histogram()).observe(first_token_s)
+
+    def audited(self, matched: int, mismatched: int) -> None:
+        """Blocks were computed and compared with what is stored."""
+        self._counts.audited["match"] += matched
+        self._counts.audited["mismatch"] += mismatched
 
     def rejection(self, field_name: str) -> None:
         """A fingerprint was refused, or a prefix missed, because this field differs."""

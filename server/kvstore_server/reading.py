@@ -11,12 +11,14 @@ from kvstore.model.hits import GroupPresence, HitRule, agreed_tokens, leading_ru
 from kvstore.model.layout import Layout
 from kvstore.model.plan import Plan
 from kvstore.model.reasons import BadRequest, KVStoreError, Reason
+from kvstore.model.sampling import Arm
 from kvstore.model.values import Absence, LeaseMode, Region
 from kvstore.policy.plan import FixedLoad, plan, runs_of
 from kvstore.store import NS_PER_MS, Leased, Store
 from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_server.boundary import Boundary, Call, bound_text
+from kvstore_server.evidence import Evidence
 
 GROUPS_MAX = 16
 TOKENS_MAX = 1 << 31
@@ -24,6 +26,12 @@ SECONDS_MAX = 86_400.0
 """Of what a client reports: sums stay sums whatever one of them says."""
 
 
+_ARMS: dict[Arm, pb.Arm.ValueType] = {
+    Arm.UNSPECIFIED: pb.ARM_UNSPECIFIED,
+    Arm.APPLIED: pb.ARM_APPLIED,
+    Arm.HELD_OUT: pb.ARM_HELD_OUT,
+    Arm.SHADOW: pb.ARM_SHADOW,
+}
 _MODES = {pb.LEASE_MODE_COPY: LeaseMode.COPY, pb.LEASE_MODE_VIEW: LeaseMode.VIEW}
 
 
@@ -47,6 +55,7 @@ class ReadCalls:
         self._boundary = boundary
         self._limits = limits
         self._tenant = tenant
+        self.evidence = Evidence(store, boundary, tenant)
 
     # ------------------------------------------------------------------ lookup
 
@@ -54,6 +63,7 @@ class ReadCalls:
         if not 0 < len(request.queries) <= GROUPS_MAX:
             raise BadRequest(Reason.BAD_REQUEST, f"a lookup has 1 to {GROUPS_MAX} queries")
         cost = _prefill(request)
+        arm = self.evidence.arm(request)
         groups = [self._group(query, call) for query in request.queries]
         first = groups[0]
         call.record.prompt(
@@ -72,9 +82,16 @@ class ReadCalls:
         tokens = agreed_tokens(presence)
         layouts = [group.layout for group in groups]
         advice = self._advise(request.prompt_tokens, layouts, presence, tokens, cost)
+        shown = self.evidence.withhold(call, arm, advice, first.layout, request.prompt_tokens)
         self._boundary.stage(call, "plan")
-        self._note(call, presence, tokens, advice)
-        return pb.LookupReply(groups=replies, agreed_tokens=tokens, plan=_plan_to_wire(advice))
+        self._note(call, presence, tokens, advice, None if shown is advice else shown.reason)
+        return pb.LookupReply(
+            groups=replies,
+            agreed_tokens=tokens,
+            plan=_plan_to_wire(shown),
+            arm=_ARMS[arm],
+            audit=bool(shown.load_blocks) and self.evidence.audited(request),
+        )
 
     def _group(self, query: pb.Query, call: Call) -> _Group:
         packed = query.keys
@@ -145,27 +162,37 @@ class ReadCalls:
         load_blocks = advice.load_blocks * base.block_tokens // groups[0].block_tokens
         return advice._replace(load_blocks=load_blocks)
 
-    def _note(self, call: Call, groups: Sequence[GroupPresence], tokens: int, advice: Plan) -> None:
-        hit_tokens = 0
+    def _note(
+        self,
+        call: Call,
+        groups: Sequence[GroupPresence],
+        tokens: int,
+        advice: Plan,
+        withheld: Reason | None = None,
+    ) -> None:
+        """Counts a lookup. `withheld`: why the request is not given what the advice is about."""
+        useful_tokens = 0
         if not tokens:
             if call.reason is Reason.OK:
                 call.reason = Reason.NOTHING_TO_DO
         else:
             declined = advice.reason is Reason.DECLINED_RECOMPUTE_FASTER
-            call.reason = advice.reason if declined else Reason.HIT
+            call.reason = advice.reason if declined else withheld or Reason.HIT
             # A plan may load the part that is fast to load, and leave what only a slow tier has.
-            hit_tokens = min(advice.load_blocks * groups[0].block_tokens, tokens)
-            used = hit_tokens or tokens
+            useful_tokens = min(advice.load_blocks * groups[0].block_tokens, tokens)
+            used = useful_tokens or tokens
             runs = [run for group in groups for run in runs_of(_needed(group, used))]
             slowest = max((tier for tier, _ in runs), default=0)
             call.tier = self._store.tiers[slowest].name
         asked = len(groups[0].codes) * groups[0].block_tokens
         call.record.count("tokens", asked, tokens)
         call.record.planned(advice)
+        hit_tokens = 0 if withheld else useful_tokens
         self._boundary.metrics.lookup(
-            self._tenant, asked, hit_tokens, tokens - hit_tokens, call.reason, call.tier
+            self._tenant, asked, hit_tokens, tokens - useful_tokens, call.reason, call.tier
         )
-        self._boundary.metrics.planned(advice)
+        if not withheld:
+            self._boundary.metrics.planned(advice)
 
     # ------------------------------------------------------------------ leases
 
@@ -182,6 +209,15 @@ class ReadCalls:
         session.grants.check(request.nonce)
         call.record.prompt(request.space_id, packed, layout.block_tokens)
         self._boundary.stage(call, "preconditions")
+        declined = self.evidence.declined(call, request.request_id)
+        if declined is not None:
+            call.record.count("blocks", len(keys), 0)
+            call.reason = declined
+            return pb.AcquireReply(
+                fingerprint_digest=digest,
+                block_bytes=layout.block_bytes,
+                reason=convert.reason_to_wire(declined),
+            )
         leased = await self._store.acquire(
             session,
             request.space_id,
@@ -230,7 +266,11 @@ class ReadCalls:
 
     async def release(self, request: pb.ReleaseRequest, call: Call) -> pb.ReleaseReply:
         limit = self._limits.leases_per_session_max
-        if max(len(request.lease_ids), len(request.reports), len(request.unheard)) > limit:
+        given = (
+            *(request.lease_ids, request.reports, request.unheard),
+            *(request.requests, request.audits),
+        )
+        if max(map(len, given)) > limit:
             raise BadRequest(
                 Reason.BAD_SIZE,
                 f"{limit} leases at most in a release",
@@ -238,6 +278,7 @@ class ReadCalls:
             )
         for report in request.reports:
             bound_text(report.request_id, "request_id")
+        self.evidence.check(request)
         lease_ids = list(request.lease_ids)
         ending = set(lease_ids)
         for report in request.reports:
@@ -248,7 +289,10 @@ class ReadCalls:
         unheard = list(map(session.grants.give_up, request.unheard))
         released += self._store.release(session, unheard)[0]
         call.record.count("leases", len(lease_ids) + len(request.unheard), released)
-        return pb.ReleaseReply(released=released, unknown=unknown)
+        for outcome in request.requests:
+            self.evidence.reported(outcome, call)
+        held = [self.evidence.audit(audit, call) for audit in request.audits]
+        return pb.ReleaseReply(released=released, unknown=unknown, review_id=max(held, default=0))
 
     def _loaded(self, report: pb.LoadReport, call: Call, *, ends: bool) -> None:
         """Counts a load, once: with the release that ends its lease. What is said of any other

@@ -57,6 +57,17 @@ class StreamCalls:
         call.record.prompt(request.space_id, packed, layout.block_tokens)
         self._boundary.stage(call, "preconditions")
         ttl_ns = self._limits.lease_ttl_ms * NS_PER_MS
+        declined = self._reads.evidence.declined(call, request.request_id)
+        if declined is not None:
+            header = pb.ChunkHeader(
+                fingerprint_digest=digest,
+                block_bytes=layout.block_bytes,
+                reason=convert.reason_to_wire(declined),
+            )
+            call.record.count("blocks", len(keys), 0)
+            call.reason = declined
+            await call.send(convert.encode_fetch_chunk(header.SerializeToString()))
+            return
         leased = await self._store.acquire(
             session,
             request.space_id,

@@ -20,6 +20,7 @@ from kvstore.core.core import Core
 from kvstore.core.effects import Copy, Forget
 from kvstore.ledger import Ledger, VolatileLedger
 from kvstore.model.record import Record, Ring
+from kvstore.model.sampling import ALL_SERVED, Sampling
 from kvstore.model.values import STAGING, CoreLimits, TenantSpec, TierKind, TierSpec
 from kvstore.mover import Completion, Mover
 from kvstore.policy.links import Link
@@ -74,6 +75,7 @@ class Stack:
         ledger: Ledger | None = None,
         ring_records: int = 1_000,
         core_type: type[Core] = Core,
+        sampling: Sampling = ALL_SERVED,
         **limits: int,
     ) -> None:
         self.limits: Limits = Settings().limits_for(capacity_bytes)._replace(**limits)
@@ -81,6 +83,7 @@ class Stack:
         self.ring = Ring(ring_records)
         self.metrics = Metrics()
         self.drains: list[float] = []
+        self._sampling = sampling
         self._folder = folder
         self._capacity_bytes = capacity_bytes
         self._ledger = ledger or VolatileLedger()
@@ -227,7 +230,7 @@ class Stack:
         listeners = []
         self.boundaries: dict[str, Boundary] = {}
         for tenant in self.tenants:
-            boundary = Boundary(self.store, self.metrics, self.ring, self.limits)
+            boundary = Boundary(self.store, self.metrics, self.ring, self.limits, self._sampling)
             self.boundaries[tenant] = boundary
             data = servicer.StoreServicer(
                 self.store, boundary, self.limits, tenant=tenant, fd_socket=True
