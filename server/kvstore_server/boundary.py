@@ -156,7 +156,6 @@ class Boundary:
         """Keeps a finished record for `kvstore trace` and the trace file."""
         if self.ring is not None:
             self.ring.append(record)
-        self.metrics.request(record.verb, call.reason, call.tier, record.elapsed_us / 1e6)
 
     def _start(self, op: str, context: Context, tenant: str, request_id: str) -> Call:
         now_ns = self.store.clock.monotonic_ns()
