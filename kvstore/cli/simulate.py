@@ -14,7 +14,7 @@ from kvstore.model.reasons import BadRequest
 from kvstore.policy.choice import NAMES
 from kvstore.simulate.lab import Row, Size, run_all, steps_of
 from kvstore.simulate.timing import GATE, WAYS, TimeModel
-from kvstore.simulate.trace import Request, TraceError, read_trace, with_even_blocks
+from kvstore.simulate.trace import Request, TraceError, read_trace, traces_in, with_even_blocks
 
 
 class SizeType(click.ParamType):  # type: ignore[type-arg]  # not generic at run time before 8.3
@@ -39,11 +39,12 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]  # not generic at run
 @click.command(
     short_help="Replay recorded requests at other sizes and policies.",
     epilog="FILE: JSON lines with timestamp (ms), input_length (tokens) and hash_ids, one id a "
-    "block; .gz is understood. Hits count only while every block before them hit.",
+    "block; .gz is understood. A folder is a daemon's access log (record.path), and so are its "
+    "files in their order. Hits count only while every block before them hit.",
 )
 @click.argument(
     "files", nargs=-1, required=True, metavar="FILE...",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(exists=True, path_type=Path),
 )  # fmt: skip
 @click.option(
     "--capacity", "sizes", type=SizeType(), multiple=True, required=True,
@@ -100,7 +101,7 @@ def command(
     if plot is not None:
         _need_matplotlib()
     chosen = policies or NAMES
-    traces = [(path.name, _requests(path, even_blocks)) for path in files]
+    traces = _traces(files, even_blocks)
     rows = _run(traces, chosen, sizes, count_from, model)
     if plot is not None:
         from kvstore.cli.hitplot import draw
@@ -114,14 +115,18 @@ def command(
             _print_times(rows, model)
 
 
-def _requests(path: Path, even_blocks: bool) -> list[Request]:
+def _traces(paths: Sequence[Path], even_blocks: bool) -> list[tuple[str, list[Request]]]:
+    """The requests of each trace, by its name."""
+    traces = []
     try:
-        requests = read_trace(path)
+        for name, files in traces_in(paths):
+            requests = read_trace(*files)
+            if not any(request.asked for request in requests):
+                raise click.ClickException(f"{name}: no request has `hash_ids`")
+            traces.append((name, with_even_blocks(requests) if even_blocks else requests))
     except (TraceError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    if not requests:
-        raise click.ClickException(f"{path.name}: no request has `hash_ids`")
-    return with_even_blocks(requests) if even_blocks else requests
+    return traces
 
 
 def _time_model(engine: str, kv_dtype: str, memory_link: str, disk_link: str) -> TimeModel:

@@ -30,7 +30,7 @@ def lru_hit_tokens(
     """Capacity to the tokens that hit from there on."""
     now = 0
     for number, request in enumerate(requests):
-        for depth, one in enumerate(request.ids):
+        for depth, one in enumerate(request.ids if request.asked else ()):
             before = last.get(one)
             if before is None:
                 break

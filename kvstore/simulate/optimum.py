@@ -34,7 +34,7 @@ def hit_tokens(
         hit = 0
         while hit < len(request.ids) and request.ids[hit] in resident:
             hit += 1
-        if number >= first_counted:
+        if request.asked and number >= first_counted:
             tokens += sum(request.block_tokens[:hit])
         for depth in range(hit):
             resident[request.ids[depth]] = nexts[depth]
@@ -78,5 +78,6 @@ def _next_requests(requests: Sequence[Request]) -> list[list[int]]:
     for number in range(len(requests) - 1, -1, -1):
         ids = requests[number].ids
         later[number] = [coming.get(one, never) for one in ids]
-        coming.update(dict.fromkeys(ids, number))
+        if requests[number].asked:  # what is stored without being asked for needs nothing
+            coming.update(dict.fromkeys(ids, number))
     return later

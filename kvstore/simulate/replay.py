@@ -1,6 +1,7 @@
 """One run: a trace through the production core and policy, on the trace's own clock.
 
 Every request is what an engine does: acquire what is there, release it, then put the whole prompt.
+What was stored without being asked for is put alone, and not counted.
 Bytes are not moved; every copy that the core asks for ends at once. Keys are digests of the ids.
 """
 
@@ -142,9 +143,9 @@ class Replay:
         keys = [self._key(one) for one in request.ids]
         written, read = self._disk_counts()
         evicted = self.core.books.ingest.evictions
-        hits = self._get(keys)
+        hits = self._get(keys) if request.asked else []
         self._put(keys)
-        if self._number >= self._first_counted:
+        if request.asked and self._number >= self._first_counted:
             self._count(request, hits)
             if self._observe is not None:
                 self._observe(request, hits)
