@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import countOf
 from typing import Generic, TypeVar
 
 import kvstore
@@ -208,15 +209,18 @@ def typed_error(failure: CallFailed) -> KVStoreError:
     return kind(failure.reason, failure.detail)
 
 
-def check_keys(keys: object) -> list[BlockKey] | None:
+def check_keys(keys: object) -> tuple[BlockKey, ...] | None:
     """`keys` if they are block keys, None if they are something else (tokens)."""
     if isinstance(keys, list | tuple) and keys and isinstance(keys[0], bytes):
-        # Sets over maps: a long prompt has thousands of keys, and this runs on every call.
-        if set(map(type, keys)) != {bytes} or set(map(len, keys)) != {KEY_BYTES}:
+        # Counted over maps: a long prompt has thousands of keys, and this runs on every call. As a
+        # tuple they are not copied again, neither for the answer nor as the one window of a call.
+        given = tuple(keys)
+        all_bytes = countOf(map(type, given), bytes) == len(given)
+        if not all_bytes or countOf(map(len, given), KEY_BYTES) != len(given):
             raise BadRequest(
                 Reason.BAD_KEY_LENGTH, f"a key is {KEY_BYTES} bytes and nothing else", "keys"
             )
-        return list(keys)
+        return given
     return None
 
 

@@ -169,7 +169,7 @@ class SpaceCore:
         if keys is None:
             if _not_empty(given):
                 raise BadRequest(Reason.BAD_KEY_LENGTH, "give keys (see `keys`) or a Hit", "keys")
-            keys = []
+            keys = ()
         return keys, Reason.NOTHING_TO_DO
 
     def view(self, given: KeysOrHit, wait_ms: int, request_id: str) -> Prepared[Views]:

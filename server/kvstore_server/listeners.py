@@ -28,6 +28,8 @@ from kvstore_server.malformed import Tolerant
 
 HANDSHAKE_MS = 5_000
 STREAMS_SPARE = 64  # calls beyond the bound are refused with a reason by the boundary, not by gRPC
+WINDOW_BYTES = 1 << 20
+READ_BYTES = 32 << 10
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -206,4 +208,10 @@ def _options(limits: Limits, calls_max: int) -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         # With it two daemons would share a path without an error, and answer in turns.
         ("grpc.so_reuseport", 0),
+        # A socket of this machine has no bandwidth to be probed for: a long prompt's keys (256 KiB)
+        # come in one window, read in few pieces. A third of gRPC's processor time for them.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+        ("grpc.experimental.tcp_min_read_chunk_size", READ_BYTES),
+        ("grpc.experimental.tcp_read_chunk_size", READ_BYTES),
     ]
