@@ -154,6 +154,10 @@ class Record:
     detail: str
     departed: Stage | None
     """The first stage whose result was not the expected one; None if all were."""
+    load_us: int = 0
+    """From the asking for the lease until the last byte was verified; 0: not measured."""
+    predicted_us: int = 0
+    """What the plan had predicted for it; 0: nothing."""
     evidence: dict[str, Any] | None = None
     """The side of a comparison that the request was on, what it would have loaded, what its client
     reports or what an audit found; plain values for JSON."""
@@ -209,6 +213,8 @@ class Record:
                 "blocks": self.loaded_blocks,
                 "bytes": self.loaded_bytes,
                 "us": self.loaded_us,
+                "load_us": self.load_us,
+                "predicted_us": self.predicted_us,
             }
         if self.evidence is not None:
             fields["evidence"] = self.evidence
@@ -296,14 +302,24 @@ class RecordBuilder:
         self.record.plan = plan
 
     def loaded(
-        self, request_id: str, blocks: int, length_bytes: int, copy_us: int, reason: Reason
+        self,
+        request_id: str,
+        blocks: int,
+        length_bytes: int,
+        copy_us: int,
+        reason: Reason,
+        *,
+        load_us: int = 0,
+        predicted_us: int = 0,
     ) -> None:
-        """A load as its client measured it; several add up."""
+        """A load as its client measured it, and as it was predicted; several add up."""
         record = self.record
         record.request_id = record.request_id or request_id
         record.loaded_blocks += blocks
         record.loaded_bytes += length_bytes
         record.loaded_us += copy_us
+        record.load_us += load_us
+        record.predicted_us += predicted_us
         if record.departed is None and reason not in EXPECTED:
             record.departed = _stage_of(reason, Stage.MOVEMENT)
             record.reason = reason

@@ -16,6 +16,8 @@ LATENCY_BOUNDS_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
     *(0.5, 1.0, 2.5, 5.0, 10.0),
 )
+ERROR_BOUNDS_RATIO = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""|predicted - measured| / measured."""
 _FINE = frozenset(
     {
         Reason.OK,
@@ -65,26 +67,29 @@ def result_of(reason: Reason) -> str:
 
 
 class Histogram:
-    """Counts by upper bound (the last one is infinity) and the sum."""
+    """Counts by upper bound (the last one is infinity) and the sum; of seconds, or of what
+    `bounds` are in.
+    """
 
-    __slots__ = ("counts", "sum_s")
+    __slots__ = ("bounds", "counts", "sum")
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
-        self.sum_s = 0.0
+    def __init__(self, bounds: tuple[float, ...] = LATENCY_BOUNDS_S) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
-        self.sum_s += seconds
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
     def add(self, other: Histogram) -> None:
         self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
-        self.sum_s += other.sum_s
+        self.sum += other.sum
 
     def cumulative(self) -> Iterator[tuple[str, int]]:
         """(upper bound as Prometheus writes it, observations up to it)."""
         total = 0
-        for bound, count in zip((*map(str, LATENCY_BOUNDS_S), "+Inf"), self.counts, strict=True):
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             total += count
             yield bound, total
 
@@ -126,6 +131,10 @@ class Counts:
     """By arm."""
     audited: Counter[str] = field(default_factory=Counter)
     """Blocks by result."""
+    predicted_load_s: dict[str, float] = field(default_factory=dict)
+    measured_load_s: dict[str, float] = field(default_factory=dict)
+    load_error: dict[str, Histogram] = field(default_factory=dict)
+    """By the slowest tier: loads of which a plan had told how long they take."""
     rejections: Counter[str] = field(default_factory=Counter)
     """By the field that differed."""
     held: int = 0
@@ -153,12 +162,15 @@ class Counts:
             moved_bytes=Counter(self.moved_bytes),
             first_token={key: _copied(one) for key, one in self.first_token.items()},
             audited=Counter(self.audited),
+            predicted_load_s=dict(self.predicted_load_s),
+            measured_load_s=dict(self.measured_load_s),
+            load_error={key: _copied(one) for key, one in self.load_error.items()},
             rejections=Counter(self.rejections),
             held=self.held,
         )
 
 
 def _copied(histogram: Histogram) -> Histogram:
-    copy = Histogram()
+    copy = Histogram(histogram.bounds)
     copy.add(histogram)
     return copy

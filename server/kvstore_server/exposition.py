@@ -233,6 +233,18 @@ def _plans(counts: Counts) -> Iterator[Metric]:
     ):
         rows = [({"decision": one}, seconds.get(one, 0.0)) for one in DECISIONS]
         yield _counter(f"plan_{name}_seconds", f"{text}, by what was advised.", rows)
+    for name, of_tier, text in (
+        ("predicted", counts.predicted_load_s, "What plans had predicted for loads that followed"),
+        ("measured", counts.measured_load_s, "Time from asking to the last byte of those loads"),
+    ):
+        tiers = _by("tier", of_tier)
+        yield _counter(f"load_{name}_seconds", f"{text}, by slowest tier.", tiers)
+    yield _histogram(
+        "load_prediction_error_ratio",
+        "How far predictions of loads were off, as a share of what was measured, by slowest tier.",
+        ("tier",),
+        (((tier,), one) for tier, one in counts.load_error.items()),
+    )
 
 
 def _of_links(links: Iterable[LinkStats]) -> Iterator[Metric]:
@@ -438,6 +450,6 @@ def _histogram(
         labels = _labels(names, key)
         for bound, count in histogram.cumulative():
             metric.add_sample(f"{metric.name}_bucket", {**labels, "le": bound}, count)
-        metric.add_sample(f"{metric.name}_sum", labels, histogram.sum_s)
+        metric.add_sample(f"{metric.name}_sum", labels, histogram.sum)
         metric.add_sample(f"{metric.name}_count", labels, sum(histogram.counts))
     return metric

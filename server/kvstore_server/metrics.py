@@ -10,7 +10,7 @@ from __future__ import annotations
 from kvstore.model.plan import Plan
 from kvstore.model.reasons import Reason
 from kvstore.model.sampling import Arm
-from kvstore_server.counts import Counts, Histogram, result_of
+from kvstore_server.counts import ERROR_BOUNDS_RATIO, Counts, Histogram, result_of
 from kvstore_server.exposition import counted, flatten
 
 FIELDS_MAX = 64
@@ -62,6 +62,17 @@ class Metrics:
         loads, prefills = counts.planned_load_s, counts.planned_recompute_s
         loads[decision] = loads.get(decision, 0.0) + plan.load_ms / 1e3
         prefills[decision] = prefills.get(decision, 0.0) + plan.recompute_ms / 1e3
+
+    def predicted(self, tier: str, measured_s: float, predicted_s: float) -> None:
+        """A load that followed a plan was measured; `tier` is the slowest that it touched."""
+        counts = self._counts
+        for sums, seconds in (
+            (counts.predicted_load_s, predicted_s),
+            (counts.measured_load_s, measured_s),
+        ):
+            sums[tier] = sums.get(tier, 0.0) + seconds
+        errors = counts.load_error.setdefault(tier, Histogram(ERROR_BOUNDS_RATIO))
+        errors.observe(abs(predicted_s - measured_s) / measured_s)
 
     def loaded(
         self,

@@ -6,22 +6,29 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.config import Limits
-from kvstore.model.cost import COST_MAX, PrefillCost
 from kvstore.model.hits import GroupPresence, HitRule, agreed_tokens, leading_run
 from kvstore.model.layout import Layout
 from kvstore.model.plan import Plan
 from kvstore.model.reasons import BadRequest, KVStoreError, Reason
 from kvstore.model.sampling import Arm
 from kvstore.model.values import Absence, LeaseMode, Region
-from kvstore.policy.plan import FixedLoad, plan, runs_of
+from kvstore.policy.plan import runs_of
 from kvstore.store import NS_PER_MS, Leased, Store
 from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
+from kvstore_server.advice import (
+    TOKENS_MAX,
+    advise,
+    needed,
+    overlap_of,
+    plan_to_wire,
+    prefill_of,
+)
 from kvstore_server.boundary import Boundary, Call, bound_text
 from kvstore_server.evidence import Evidence
+from kvstore_server.loads import Loads
 
 GROUPS_MAX = 16
-TOKENS_MAX = 1 << 31
 SECONDS_MAX = 86_400.0
 """Of what a client reports: sums stay sums whatever one of them says."""
 
@@ -55,6 +62,7 @@ class ReadCalls:
         self._boundary = boundary
         self._limits = limits
         self._tenant = tenant
+        self._loads = Loads(store, boundary.metrics)
         self.evidence = Evidence(store, boundary, tenant)
 
     # ------------------------------------------------------------------ lookup
@@ -62,7 +70,7 @@ class ReadCalls:
     async def lookup(self, request: pb.LookupRequest, call: Call) -> pb.LookupReply:
         if not 0 < len(request.queries) <= GROUPS_MAX:
             raise BadRequest(Reason.BAD_REQUEST, f"a lookup has 1 to {GROUPS_MAX} queries")
-        cost = _prefill(request)
+        cost, overlap = prefill_of(request), overlap_of(request)
         arm = self.evidence.arm(request)
         groups = [self._group(query, call) for query in request.queries]
         first = groups[0]
@@ -81,14 +89,15 @@ class ReadCalls:
         ]
         tokens = agreed_tokens(presence)
         layouts = [group.layout for group in groups]
-        advice = self._advise(request.prompt_tokens, layouts, presence, tokens, cost)
+        links = self._store.links
+        advice = advise(links, request.prompt_tokens, layouts, presence, tokens, cost, overlap)
         shown = self.evidence.withhold(call, arm, advice, first.layout, request.prompt_tokens)
         self._boundary.stage(call, "plan")
         self._note(call, presence, tokens, advice, None if shown is advice else shown.reason)
         return pb.LookupReply(
             groups=replies,
             agreed_tokens=tokens,
-            plan=_plan_to_wire(shown),
+            plan=plan_to_wire(shown),
             arm=_ARMS[arm],
             audit=bool(shown.load_blocks) and self.evidence.audited(request),
         )
@@ -123,45 +132,6 @@ class ReadCalls:
     def _why(self, call: Call, space_id: int, key: bytes) -> Absence:
         return self._store.core.why_absent(call.the_session().id, space_id, key)
 
-    def _advise(
-        self,
-        prompt_tokens: int,
-        layouts: Sequence[Layout],
-        groups: Sequence[GroupPresence],
-        tokens: int,
-        cost: PrefillCost | None,
-    ) -> Plan:
-        """Load or recompute, over all groups, counted in blocks of the first one.
-
-        What needs the whole prefix is loaded block by block; of a window group its last blocks,
-        whatever is loaded of the others.
-        """
-        windows = [group.rule is HitRule.TRAILING for group in groups]
-        base = groups[0 if all(windows) else windows.index(False)]
-        runs = runs_of(_needed(base, tokens))
-        block_bytes = 0
-        fixed: list[FixedLoad] = []
-        for layout, group, window in zip(layouts, groups, windows, strict=True):
-            if window:
-                for tier, blocks in runs_of(_needed(group, tokens)):
-                    fixed.append(FixedLoad(tier, blocks * layout.block_bytes))
-            else:
-                # Groups may cut blocks of other sizes: bytes for as many tokens as the base's.
-                block_bytes += layout.block_bytes * base.block_tokens // layout.block_tokens
-        if all(windows) and runs:
-            runs = [(runs[0][0], tokens // base.block_tokens)]
-        advice = plan(
-            runs,
-            base.block_tokens,
-            max(block_bytes, 1),
-            self._store.links,
-            cost,
-            min(prompt_tokens, TOKENS_MAX),
-            fixed=fixed,
-        )
-        load_blocks = advice.load_blocks * base.block_tokens // groups[0].block_tokens
-        return advice._replace(load_blocks=load_blocks)
-
     def _note(
         self,
         call: Call,
@@ -181,7 +151,7 @@ class ReadCalls:
             # A plan may load the part that is fast to load, and leave what only a slow tier has.
             useful_tokens = min(advice.load_blocks * groups[0].block_tokens, tokens)
             used = useful_tokens or tokens
-            runs = [run for group in groups for run in runs_of(_needed(group, used))]
+            runs = [run for group in groups for run in runs_of(needed(group, used))]
             slowest = max((tier for tier, _ in runs), default=0)
             call.tier = self._store.tiers[slowest].name
         asked = len(groups[0].codes) * groups[0].block_tokens
@@ -218,6 +188,7 @@ class ReadCalls:
                 block_bytes=layout.block_bytes,
                 reason=convert.reason_to_wire(declined),
             )
+        asked_ns = self._store.clock.monotonic_ns()
         leased = await self._store.acquire(
             session,
             request.space_id,
@@ -234,6 +205,7 @@ class ReadCalls:
             self._store.release(session, (leased.lease_id,))
             raise
         session.grants.note(request.nonce, leased.lease_id)
+        self._loads.granted(leased.lease_id, leased.slowest, asked_ns)
         self._boundary.stage(call, "movement")
         call.record.count("blocks", len(keys), leased.leased)
         absence = self.absence(call, request.space_id, keys, leased)
@@ -285,6 +257,8 @@ class ReadCalls:
             self._loaded(report, call, ends=report.lease_id in ending)
             ending.discard(report.lease_id)
         session = call.the_session()
+        for lease_id in lease_ids:
+            self._loads.forget(lease_id)
         released, unknown = self._store.release(session, lease_ids)
         unheard = list(map(session.grants.give_up, request.unheard))
         released += self._store.release(session, unheard)[0]
@@ -304,9 +278,10 @@ class ReadCalls:
         known = ends and bool(self._store.leased_bytes(session, report.lease_id, 1))
         if not known and reason is Reason.OK:
             reason = Reason.LEASE_UNKNOWN
+        load_us = predicted_us = 0
         if reason is Reason.OK and session.fd_bound:
             # Who maps no memory was sent the bytes: that tells nothing of copies out of memory.
-            self._store.note_load(blocks, report.copy_us * 1_000)
+            load_us, predicted_us = self._loads.ended(report, blocks)
         copy_s = min(report.copy_us / 1e6, SECONDS_MAX) if known else 0.0
         self._boundary.metrics.loaded(
             self._tenant,
@@ -316,7 +291,15 @@ class ReadCalls:
             copy_s=copy_s,
             prefill_saved_s=max(0.0, min(report.prefill_saved_us / 1e6, SECONDS_MAX)),
         )
-        call.record.loaded(report.request_id, report.blocks, blocks, int(copy_s * 1e6), reason)
+        call.record.loaded(
+            report.request_id,
+            report.blocks,
+            blocks,
+            int(copy_s * 1e6),
+            reason,
+            load_us=load_us,
+            predicted_us=predicted_us,
+        )
 
 
 def region_to_wire(region: Region) -> pb.RegionInfo:
@@ -332,33 +315,3 @@ def region_to_wire(region: Region) -> pb.RegionInfo:
 def ttl(asked_ms: int, most_ms: int) -> int:
     """What is asked for, but at most the setting; the setting where nothing is asked for."""
     return min(asked_ms, most_ms) if asked_ms else most_ms
-
-
-def _needed(group: GroupPresence, tokens: int) -> bytes:
-    """Presence codes of the blocks that a prefix of `tokens` needs of a group."""
-    end = tokens // group.block_tokens
-    windowed = group.rule is HitRule.TRAILING
-    return group.codes[max(0, end - group.window_blocks) if windowed else 0 : end]
-
-
-def _prefill(request: pb.LookupRequest) -> PrefillCost | None:
-    if not request.HasField("prefill"):
-        return None
-    cost = PrefillCost(request.prefill.a_us_per_token, request.prefill.b_us_per_token2)
-    if not cost.valid():
-        raise BadRequest(
-            Reason.BAD_SIZE, f"prefill costs are from 0 to {COST_MAX:g} us, and not both 0"
-        )
-    return cost
-
-
-def _plan_to_wire(advice: Plan) -> pb.Plan:
-    return pb.Plan(
-        load_blocks=advice.load_blocks,
-        recompute_tokens=advice.recompute_tokens,
-        load_ms=advice.load_ms,
-        ideal_load_ms=advice.ideal_load_ms,
-        recompute_ms=advice.recompute_ms,
-        reason=convert.reason_to_wire(advice.reason),
-        bytes_per_second=advice.bytes_per_second,
-    )

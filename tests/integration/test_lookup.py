@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -226,12 +227,26 @@ def test_a_measured_load_moves_the_next_plan(
     with RawClient(stack.socket()) as client:
         space = store(client, PROMPT, [True] * BLOCKS)
         before = ask(client, query(space, PROMPT)).plan.bytes_per_second
-        for _ in range(30):
+
+        def load(elapsed_s: float, claimed_s: float) -> None:
             leased = client.acquire(space, PROMPT.keys)
+            time.sleep(elapsed_s)
             report = pb.LoadReport(
-                lease_id=leased.lease_id, blocks=BLOCKS, copy_us=50_000, reason=pb.REASON_OK
+                lease_id=leased.lease_id,
+                blocks=BLOCKS,
+                copy_us=int(claimed_s * 1e6),
+                load_us=int(claimed_s * 1e6),
+                predicted_us=1_000,
+                reason=pb.REASON_OK,
             )
             client.call("Release", pb.ReleaseRequest(lease_ids=[leased.lease_id], reports=[report]))
+
+        for _ in range(30):
+            load(0, 50)
+        same = ask(client, query(space, PROMPT)).plan
+        assert same.load_ms < 1, "longer than since its lease was asked for: that teaches nothing"
+        for _ in range(20):
+            load(0.02, 0.02)
         after = ask(client, query(space, PROMPT)).plan
         assert after.load_ms > 5
         assert after.bytes_per_second <= before

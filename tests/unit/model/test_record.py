@@ -45,7 +45,9 @@ def test_a_request_through_all_stages() -> None:
     advice = plan([(0, 4)], 16, 1 << 20, [Link("host", bytes_per_second=4 << 20)], None, 70)
     builder.planned(advice)
     builder.stage(Stage.PLAN, 5_010_000)
-    builder.loaded("req-7", 4, 4 << 20, 2_000_000, Reason.OK)
+    builder.loaded(
+        "req-7", 4, 4 << 20, 2_000_000, Reason.OK, load_us=2_500_000, predicted_us=2_000_000
+    )
     builder.stage("movement", 2_005_010_000)
     builder.count("blocks", 4, 4)
     record = builder.finish(Reason.HIT, 2_005_012_000)
@@ -64,7 +66,8 @@ def test_a_request_through_all_stages() -> None:
     assert line["total_us"] == record.elapsed_us == 2_000_012.0
     assert line["plan"]["ideal_load_ms"] == pytest.approx(1_000.0)
     assert line["plan"]["reason"] == "COST_UNKNOWN"
-    assert line["loaded"] == {"blocks": 4, "bytes": 4 << 20, "us": 2_000_000}
+    loaded = {"blocks": 4, "bytes": 4 << 20, "us": 2_000_000}
+    assert line["loaded"] == {**loaded, "load_us": 2_500_000, "predicted_us": 2_000_000}
     assert (line["outcome"], line["reason"], line["departed"]) == ("hit", "HIT", None)
     assert line["settings"] == {"lease_ttl_ms": 30_000}
     assert (line["request_id"], line["tenant"], line["engine_id"]) == ("req-7", "a", "engine-1")
