@@ -17,7 +17,7 @@ The disk tier's probe and the ledger use it.
 
 from __future__ import annotations
 
-import itertools
+import operator
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -165,14 +165,11 @@ class _File:
 
     def _nodes(self, number: int, flags: int) -> tuple[memoryview, list[_Node]]:
         """A page of that kind with its nodes, in order."""
+        page, places, upper = self._page(number, flags)
         size = self._page_bytes
-        page = self._data[number * size : (number + 1) * size]
-        own, _, kind, lower, upper = _PAGE.unpack_from(page)
-        if own != number or kind != flags or not _HEADER_BYTES < lower <= upper <= size:
-            raise _Damaged("page-header")
         nodes, lengths = [], {}
         is_leaf = flags == _LEAF
-        for at in struct.unpack_from(f"<{(lower - _HEADER_BYTES) // 2}H", page, _HEADER_BYTES):
+        for at in places:
             if at < upper or at > size - _NODE_BYTES:
                 raise _Damaged("node")
             low, high, node_flags, key_bytes = _NODE.unpack_from(page, at)
@@ -189,9 +186,45 @@ class _File:
         at = upper
         for _ in nodes:
             at = lengths.get(at, 0)
-        if at != size or lower % 2:
+        if at != size:
             raise _Damaged("node")
         return page, nodes
+
+    def _page(self, number: int, flags: int) -> tuple[memoryview, tuple[int, ...], int]:
+        """A page of that kind, where its nodes begin, and the first of them as they lie."""
+        size = self._page_bytes
+        page = self._data[number * size : (number + 1) * size]
+        own, _, kind, lower, upper = _PAGE.unpack_from(page)
+        if own != number or kind != flags or not _HEADER_BYTES < lower <= upper <= size:
+            raise _Damaged("page-header")
+        if lower % 2:
+            raise _Damaged("node")
+        count = (lower - _HEADER_BYTES) // 2
+        return page, struct.unpack_from(f"<{count}H", page, _HEADER_BYTES), upper
+
+    def _equal_keys(self, number: int) -> list[bytes] | None:
+        """The keys of a leaf, in order, if all its nodes are of one size with plain values, as most
+        are; else None, and nothing is said of the page. A tenth of the time of `_nodes`.
+        """
+        page, places, upper = self._page(number, _LEAF)
+        if upper > self._page_bytes - _NODE_BYTES:
+            return None
+        head = _NODE.unpack_from(page, upper)
+        low, high, node_flags, key_bytes = head
+        step = _NODE_BYTES + key_bytes + (low | high << 16)
+        step += step & 1
+        lying = range(upper, self._page_bytes, step)
+        if node_flags or len(lying) * step != self._page_bytes - upper:
+            return None
+        in_order = places == tuple(reversed(lying))  # as rows that came in order lie
+        if not in_order and sorted(places) != list(lying):
+            return None
+        filler = step - _NODE_BYTES - key_bytes
+        found = struct.iter_unpack(f"<{_NODE_BYTES}s{key_bytes}s{filler}x", page[upper:])
+        heads, keys = zip(*found, strict=True)
+        if heads.count(_NODE.pack(*head)) != len(heads):
+            return None
+        return list(keys[::-1]) if in_order else [keys[(at - upper) // step] for at in places]
 
     # ------------------------------------------------------------------ trees
 
@@ -210,14 +243,18 @@ class _File:
             number, depth, first, after = left.pop()
             self._use(number)
             is_leaf = depth == tree.depth
-            page, nodes = self._nodes(number, _LEAF if is_leaf else _BRANCH)
+            equal = self._equal_keys(number) if is_leaf and look_at == self._values else None
+            if equal is None:
+                page, nodes = self._nodes(number, _LEAF if is_leaf else _BRANCH)
+                equal = [node.key for node in nodes]
+            else:
+                page, nodes = self._data[:0], []  # none has a value outside of it
             # Integers of one size are in order if their bytes are, from the last one on.
-            keys = [node.key[::flip] for node in nodes]
+            keys = equal if flip > 0 else [key[::-1] for key in equal]
             if not is_leaf:
                 keys[0] = first  # which is not stored
             bounds = [*keys, after] if after else keys
-            pairs = itertools.pairwise(bounds)
-            if keys[0] < first or not all(one < two for one, two in pairs):
+            if keys[0] < first or not all(map(operator.lt, bounds, bounds[1:])):
                 raise _Damaged("key-order")
             if is_leaf:
                 leaves += 1

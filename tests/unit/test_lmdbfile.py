@@ -87,6 +87,60 @@ def test_a_new_file_and_a_compacted_one_are_whole(tmp_path: Path, whole: bytes) 
     assert examine((tmp_path / "compact" / "data.mdb").read_bytes()) == ""
 
 
+def alike(folder: Path, *, shuffled: bool) -> bytes:
+    """A file whose nodes are all of one size, written in the order of their keys or in none."""
+    keys = [number.to_bytes(8, "big") for number in range(700)]
+    if shuffled:
+        random.Random(5).shuffle(keys)
+    with lmdb.open(str(folder), max_dbs=1, map_size=1 << 26, sync=False) as env:
+        table = env.open_db(b"rows")
+        for first in range(0, len(keys), 100):
+            with env.begin(write=True) as transaction:
+                for key in keys[first : first + 100]:
+                    transaction.put(key, key * 10, db=table)
+                if shuffled:
+                    transaction.delete(keys[first], db=table)
+    return (folder / "data.mdb").read_bytes()
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_nodes_of_one_size_are_looked_at_as_closely(tmp_path: Path, shuffled: bool) -> None:
+    data = alike(tmp_path, shuffled=shuffled)
+    assert examine(data) == ""
+    leaves = [
+        at for at in sorted(reachable(data)) if struct.unpack_from("<H", data, at + 10)[0] == 2
+    ]
+    seen = set()
+    for page in leaves:
+        lower, upper = struct.unpack_from("<HH", data, page + 12)
+        places = struct.unpack_from(f"<{(lower - 16) // 2}H", data, page + 16)
+        if len(places) < 3:
+            continue  # of the main tree
+        seen.add(page)
+        low = page + min(places[1:-1])  # a node in the middle
+        other = page + max(places[1:-1])
+        damages = {
+            "longer": put(data, low, "<H", 82),
+            "shorter": put(data, low, "<H", 77),
+            "above 64 KiB": put(data, low + 2, "<H", 1),
+            "flags": put(data, low + 4, "<H", 1),
+            "key": put(data, low + 6, "<H", 6),
+            "named twice": put(data, page + 18, "<H", places[0]),
+            "between two": put(data, page + 18, "<H", places[1] + 2),
+            "one less": put(data, page + 12, "<H", lower - 2),
+            "upper": put(data, page + 14, "<H", upper + 96),
+            "exchanged": put(put(data, page + 16, "<H", places[1]), page + 18, "<H", places[0]),
+            "equal": data[: low + 8] + data[other + 8 : other + 16] + data[low + 16 :],
+            "a later one": put(data, low + 8, ">Q", 1 << 40),
+            "a sooner one": put(data, other + 8, ">Q", 0),
+        }
+        for name, damaged in damages.items():
+            assert examine(damaged), f"{name}, page {page // PAGE}"
+        if len(seen) == 6:
+            break
+    assert len(seen) == 6
+
+
 # ---------------------------------------------------------------- damage by name
 
 
