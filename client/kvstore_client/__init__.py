@@ -21,6 +21,7 @@ from kvstore_client.aio import AsyncClient, AsyncSpace
 from kvstore_client.client import Client, Space
 from kvstore_client.config import ClientConfig
 from kvstore_client.results import (
+    Compared,
     Connection,
     Fetched,
     Hit,
@@ -30,6 +31,7 @@ from kvstore_client.results import (
     Rank,
     SpaceStatus,
 )
+from kvstore_client.tolerance import Tolerance
 from kvstore_client.views import Views
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "BlockKey",
     "Client",
     "ClientConfig",
+    "Compared",
     "Connection",
     "ContentItem",
     "Difference",
@@ -60,6 +63,7 @@ __all__ = [
     "Reason",
     "Space",
     "SpaceStatus",
+    "Tolerance",
     "Unavailable",
     "Verdict",
     "Views",

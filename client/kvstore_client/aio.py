@@ -26,8 +26,10 @@ from kvstore.model.reasons import Reason
 from kvstore_client import calls
 from kvstore_client.channel import CallFailed, Transport
 from kvstore_client.config import ClientConfig
+from kvstore_client.outcomes import report_of
 from kvstore_client.results import (
     NO_ADVICE,
+    Compared,
     Connection,
     Fetched,
     Hit,
@@ -43,6 +45,7 @@ from kvstore_client.steps import (
     Step,
     Stream,
 )
+from kvstore_client.tolerance import Tolerance
 from kvstore_client.views import Views
 
 __all__ = ["AsyncClient", "AsyncSpace"]
@@ -306,6 +309,57 @@ class AsyncSpace:
             ),
             deadline_ms,
             lambda: Pushed(0, 0, 0, 0, 0, 0, Reason.DEADLINE_EXCEEDED),
+        )
+
+    def report(
+        self,
+        hit: Hit,
+        fetched: Fetched | None = None,
+        *,
+        first_token_ms: float = 0.0,
+        prefill_ms: float = 0.0,
+        computed_tokens: int | None = None,
+        prompt_tokens: int = 0,
+        failed: bool = False,
+        request_id: str = "",
+    ) -> bool:
+        """See Space.report. Makes no call."""
+        return self._core.report(
+            report_of(
+                hit,
+                fetched,
+                block_tokens=self.block_tokens,
+                first_token_ms=first_token_ms,
+                prefill_ms=prefill_ms,
+                computed_tokens=computed_tokens,
+                prompt_tokens=prompt_tokens,
+                failed=failed,
+                request_id=request_id,
+            )
+        )
+
+    async def compare(
+        self,
+        tokens_or_keys: TokensOrKeys,
+        computed: Any,
+        *,
+        first_block: int = 0,
+        tolerance: Tolerance | None = None,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> Compared:
+        """See Space.compare. A `fill` is called in one of the client's threads."""
+        return await _run(
+            self._core.root,
+            lambda: self._core.compare(
+                tokens_or_keys,
+                computed,
+                first_block=first_block,
+                tolerance=tolerance,
+                request_id=request_id,
+            ),
+            deadline_ms,
+            lambda: Compared(0, 0, 0.0, None, Reason.DEADLINE_EXCEEDED),
         )
 
     async def explain(

@@ -15,6 +15,7 @@ from kvstore.model.fingerprint import Difference, Fingerprint, Verdict
 from kvstore.model.keys import BlockKey
 from kvstore.model.layout import Layout
 from kvstore.model.reasons import Reason
+from kvstore.model.sampling import Arm
 from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client.channel import CallFailed
@@ -267,6 +268,7 @@ def _lookup(
     blocks, tiers, advice = 0, b"", NO_ADVICE
     reason = Reason.OK
     differences: tuple[Difference, ...] = ()
+    arm, audit = Arm.APPLIED, False
     for start in range(0, max(1, len(keys)), limit):
         part = keys[start : start + limit]
         request = pb.LookupRequest(
@@ -274,11 +276,13 @@ def _lookup(
             queries=[pb.Query(space_id=binding.space_id, keys=b"".join(part))],
             request_id=request_id,
             prompt_tokens=min(prompt_tokens, 0xFFFF_FFFF),
+            last_key=keys[-1] if len(keys) > limit else b"",
         )
         if prefill is not None:
             request.prefill.a_us_per_token, request.prefill.b_us_per_token2 = prefill
         reply: pb.LookupReply = yield Rpc(session, "Lookup", request, pb.LookupReply)
         hit = _group_hit(binding, reply, len(part))
+        arm, audit = arm_of(reply.arm), audit or reply.audit
         blocks += hit.hit_blocks
         tiers += hit.tiers[: hit.hit_blocks]
         advice = _add(advice, _advice(reply.plan, hit.hit_blocks))
@@ -294,7 +298,15 @@ def _lookup(
         plan=advice,
         reason=reason,
         differences=differences,
+        prompt_tokens=prompt_tokens,
+        arm=arm,
+        audit=audit,
     )
+
+
+def arm_of(number: int) -> Arm:
+    """A side as the wire has it; a daemon that does not tell serves everybody."""
+    return Arm(number) if number in (Arm.HELD_OUT, Arm.SHADOW) else Arm.APPLIED
 
 
 _TIER_OF_CODE = bytes([0, *range(255)])

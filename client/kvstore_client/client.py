@@ -29,7 +29,9 @@ from kvstore.model.keys import BlockKey, Extras, Tokens
 from kvstore_client import calls
 from kvstore_client.channel import CallFailed, Transport
 from kvstore_client.config import ClientConfig
+from kvstore_client.outcomes import report_of
 from kvstore_client.results import (
+    Compared,
     Connection,
     Fetched,
     Hit,
@@ -40,6 +42,7 @@ from kvstore_client.results import (
 )
 from kvstore_client.root import Prepared, Root, typed_error
 from kvstore_client.spaces import KeysOrHit, SpaceCore, TokensOrKeys
+from kvstore_client.tolerance import Tolerance
 from kvstore_client.views import Views
 
 __all__ = ["Client", "Space"]
@@ -258,6 +261,67 @@ class Space:
                 first_block=first_block,
                 attempt=attempt,
                 durable=durable,
+                request_id=request_id,
+            ),
+            deadline_ms,
+        )
+
+    def report(
+        self,
+        hit: Hit,
+        fetched: Fetched | None = None,
+        *,
+        first_token_ms: float = 0.0,
+        prefill_ms: float = 0.0,
+        computed_tokens: int | None = None,
+        prompt_tokens: int = 0,
+        failed: bool = False,
+        request_id: str = "",
+    ) -> bool:
+        """Tells what became of a request, whichever side it was on, for `kvstore report`. Makes no
+        call and never waits; True if the daemon will be told (some time soon, with the releases).
+
+        hit, fetched: of its lookup and of its load, None: nothing was loaded. first_token_ms,
+        prefill_ms: 0 if they are not measured. computed_tokens: None: the prompt less what was
+        loaded. prompt_tokens: 0: as the lookup knew it. failed: the engine did not answer the
+        request. BadRequest for figures that cannot be.
+        """
+        return self._core.report(
+            report_of(
+                hit,
+                fetched,
+                block_tokens=self.block_tokens,
+                first_token_ms=first_token_ms,
+                prefill_ms=prefill_ms,
+                computed_tokens=computed_tokens,
+                prompt_tokens=prompt_tokens,
+                failed=failed,
+                request_id=request_id,
+            )
+        )
+
+    def compare(
+        self,
+        tokens_or_keys: TokensOrKeys,
+        computed: Any,
+        *,
+        first_block: int = 0,
+        tolerance: Tolerance | None = None,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> Compared:
+        """Compares stored blocks of a prompt with computed ones, and tells the daemon: a mismatch
+        holds the fingerprint for review. For a Hit with `audit`, after computing the prompt.
+
+        computed: as `data` of `push`, from block `first_block` on: numbers of the model's type as
+            bytes, arrays or a `fill`. tolerance: None: see kvstore_client.tolerance.
+        """
+        return self._run(
+            lambda: self._core.compare(
+                tokens_or_keys,
+                computed,
+                first_block=first_block,
+                tolerance=tolerance,
                 request_id=request_id,
             ),
             deadline_ms,

@@ -45,7 +45,8 @@ class FakeStore:
 
     capacity_blocks: of each space; a push beyond it is answered NO_SPACE. staging_bytes: of each
     session. shared_memory False: clients have to use byte streams. `requests` counts calls by
-    method, `leases` are those that nobody has released.
+    method, `leases` are those that nobody has released, `outcomes` and `audits` what was reported.
+    withhold, ask_for_audits: all look-ups are held out; all hits are to be audited.
     """
 
     def __init__(
@@ -60,9 +61,12 @@ class FakeStore:
         self.staging_bytes = staging_bytes
         self.shared_memory = shared_memory
         self.keys_per_call_max = keys_per_call_max
+        self.withhold = self.ask_for_audits = False
         self.instance_id = secrets.token_bytes(16)
         self.requests: Counter[str] = Counter()
         self.reports: list[pb.LoadReport] = []
+        self.outcomes: list[pb.RequestReport] = []
+        self.audits: list[pb.AuditReport] = []
         self.leases: set[int] = set()
         self.unmapped: list[int] = []
         self._lock = threading.Condition(threading.RLock())
@@ -245,6 +249,9 @@ class FakeStore:
         codes = bytes(map(space.ready, keys))
         run = codes.find(0) if 0 in codes else len(keys)
         cost = OK if request.HasField("prefill") else pb.REASON_COST_UNKNOWN
+        plan = pb.Plan(load_blocks=run, reason=cost if run else pb.REASON_NOTHING_TO_DO)
+        if self.withhold and run:
+            plan = pb.Plan(reason=pb.REASON_DECLINED_HOLDOUT)
         return pb.LookupReply(
             groups=[
                 pb.GroupHit(
@@ -255,7 +262,9 @@ class FakeStore:
                 )
             ],
             agreed_tokens=run * space.layout.block_tokens,
-            plan=pb.Plan(load_blocks=run, reason=cost if run else pb.REASON_NOTHING_TO_DO),
+            plan=plan,
+            arm=pb.ARM_HELD_OUT if self.withhold else pb.ARM_APPLIED,
+            audit=self.ask_for_audits and bool(plan.load_blocks),
         )
 
     def _acquire(self, request: pb.AcquireRequest) -> pb.AcquireReply:
@@ -296,6 +305,8 @@ class FakeStore:
             self.leases.discard(lease_id)
             self._reservations.pop(lease_id, None)
         self.reports += request.reports
+        self.outcomes += request.requests
+        self.audits += request.audits
         self._lock.notify_all()
         unknown = len(request.lease_ids) - len(known)
         return pb.ReleaseReply(released=len(known), unknown=unknown)

@@ -162,6 +162,10 @@ class Link:
         """Ends what the call with this nonce was granted, or will be. Never waits."""
         self._release(Release(session, 0, nonce=nonce))
 
+    def reported(self, session: Session, outcome: pb.RequestReport) -> None:
+        """Tells the daemon what became of a request, some time soon. Never waits."""
+        self._release(Release(session, 0, outcome=outcome))
+
     def _release(self, release: Release) -> None:
         with self._changed:
             if release.session is not self._session or self._closed:

@@ -77,6 +77,8 @@ class FetchRequest:
     all_or_nothing: bool
     request_id: str
     prefill: PrefillCost | None
+    audit: bool = False
+    """Nothing is saved by it: the blocks are looked at, not used."""
 
 
 @dataclass(slots=True)
@@ -347,7 +349,7 @@ def _report(
     copied_before_ns: int,
     outcome: Reason,
 ) -> pb.LoadReport:
-    tokens = blocks * spec.block_tokens
+    tokens = 0 if request.audit else blocks * spec.block_tokens
     ends_at = done.blocks * spec.block_tokens
     saved_us = 0.0
     if request.prefill is not None and tokens:

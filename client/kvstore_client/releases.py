@@ -26,13 +26,15 @@ AGAIN_NS = 100 * NS_PER_MS
 @dataclass(frozen=True, slots=True)
 class Release:
     """The end of a lease of either kind, and what was measured under it; or of what the call with
-    this nonce was granted, whose answer was not heard.
+    this nonce was granted, whose answer was not heard. outcome: what became of a request, which
+    goes the same way.
     """
 
     session: Session
     lease_id: int
     report: pb.LoadReport | None = None
     nonce: int = 0
+    outcome: pb.RequestReport | None = None
 
 
 class Releases:
@@ -65,12 +67,18 @@ class Releases:
 
     def put_back(self, batch: Sequence[Release], now_ns: int) -> None:
         """They were not sent. What was measured may have arrived: it is not said twice."""
-        self._waiting.extendleft(replace(release, report=None) for release in reversed(batch))
+        self._waiting.extendleft(
+            replace(release, report=None, outcome=None)
+            for release in reversed(batch)
+            if release.lease_id or release.nonce
+        )
         self._due_ns = now_ns + AGAIN_NS
 
     def end(self, session: Session | None) -> list[Release]:
         """Forgets all; gives the last ones of this session that have something to report."""
-        kept = [one for one in self._waiting if one.session is session and one.report]
+        kept = [
+            one for one in self._waiting if one.session is session and (one.report or one.outcome)
+        ]
         self._waiting.clear()
         return kept[-RELEASES_PER_CALL:]
 
@@ -84,5 +92,6 @@ def request_of(batch: Sequence[Release]) -> pb.ReleaseRequest:
         session=batch[0].session.secret,
         lease_ids=[release.lease_id for release in batch if release.lease_id],
         reports=[release.report for release in batch if release.report is not None],
+        requests=[release.outcome for release in batch if release.outcome is not None],
         unheard=[release.nonce for release in batch if release.nonce],
     )

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 from kvstore.model.fingerprint import Difference, Verdict
 from kvstore.model.keys import BlockKey
 from kvstore.model.reasons import Reason
+from kvstore.model.sampling import Arm
 
 __all__ = [
+    "Compared",
     "Connection",
     "Fetched",
     "Hit",
@@ -62,7 +64,10 @@ class Hit:
     blocks, tokens: the leading run that is there. tiers: a byte a block of it, the index into
     `Connection.tiers`. keys: of the whole prompt. reason: OK if all is there, else why the first
     absent block is absent; `differences`: the fields in which the nearest stored fingerprint
-    differs. A hit is a hint, not a lease: what is gone by the time of the fetch is a miss there.
+    differs. prompt_tokens: of the whole prompt, 0: unknown. arm: the side of a comparison that the
+    request is on; a withheld one loads nothing, and its plan says why. audit: the daemon asks that
+    this prompt be computed all the same, and compared (`Space.compare`). A hit is a hint, not a
+    lease: what is gone by the time of the fetch is a miss there.
     """
 
     blocks: int
@@ -73,6 +78,9 @@ class Hit:
     reason: Reason
     differences: tuple[Difference, ...] = ()
     detail: str = ""
+    prompt_tokens: int = 0
+    arm: Arm = Arm.APPLIED
+    audit: bool = False
 
     @property
     def keys_to_load(self) -> tuple[BlockKey, ...]:
@@ -96,6 +104,25 @@ class Fetched:
     bytes: int = 0
     copy_ms: float = 0.0
     total_ms: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What an audit found.
+
+    blocks: compared, the leading run that is stored. mismatched: of them, beyond the tolerance.
+    worst: the largest difference as a share of what is let pass. first: index of the first block
+    that differs, None: none does. reason: OK, or why not all were compared. review_id: of the
+    fingerprint that is held for it from now on, 0: none.
+    """
+
+    blocks: int
+    mismatched: int
+    worst: float
+    first: int | None
+    reason: Reason
+    review_id: int = 0
     detail: str = ""
 
 

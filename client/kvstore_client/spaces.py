@@ -16,11 +16,21 @@ from kvstore.model.cost import PrefillCost, check_cost
 from kvstore.model.fingerprint import Difference, Fingerprint, Verdict
 from kvstore.model.keys import BlockKey, Extras, Tokens
 from kvstore.model.reasons import BadRequest, Reason
-from kvstore_client import calls, reads, writes
+from kvstore.wire.v1 import store_pb2 as pb
+from kvstore_client import audits, calls, reads, writes
 from kvstore_client.arrays import Bytes, plain_tokens, rows_of
+from kvstore_client.audits import CompareRequest
 from kvstore_client.prefill import PrefillFit
 from kvstore_client.reads import FetchRequest
-from kvstore_client.results import Fetched, Hit, KeyExplanation, Pushed, Rank, SpaceStatus
+from kvstore_client.results import (
+    Compared,
+    Fetched,
+    Hit,
+    KeyExplanation,
+    Pushed,
+    Rank,
+    SpaceStatus,
+)
 from kvstore_client.root import Prepared, Root, check_keys, check_text, spec_of
 from kvstore_client.steps import (
     Context,
@@ -28,6 +38,7 @@ from kvstore_client.steps import (
     UserError,
 )
 from kvstore_client.streams import Fill, RowsFill
+from kvstore_client.tolerance import TOLERANCES, Tolerance
 from kvstore_client.views import Views
 from kvstore_client.writes import PushRequest
 
@@ -256,6 +267,61 @@ class SpaceCore:
                 raise BadRequest(Reason.BAD_KEY_LENGTH, "explain takes keys", "keys")
             return Prepared(lambda context: _no_steps([]), None)
         return Prepared(lambda context: calls.explain(self.spec, checked), None)
+
+    # ---------------------------------------------------------------- evidence
+
+    def report(self, report: pb.RequestReport) -> bool:
+        """Sends a report (see `outcomes`) some time soon; False if there is nobody to be told."""
+        check_request_id(report.request_id)
+        link = self.root.link()
+        session, _ = link.peek()
+        binding = None if session is None else session.spaces.get(self.spec.fingerprint.digest)
+        if session is None or binding is None:
+            return False
+        report.space_id = binding.space_id
+        link.reported(session, report)
+        return True
+
+    def compare(
+        self,
+        given: TokensOrKeys,
+        computed: Any,
+        *,
+        first_block: int,
+        tolerance: Tolerance | None,
+        request_id: str,
+    ) -> Prepared[Compared]:
+        check_request_id(request_id)
+        keys, _ = self.chain(given)
+        if type(first_block) is not int or not 0 <= first_block <= len(keys):
+            raise BadRequest(
+                Reason.BAD_SIZE, f"first_block is an int from 0 to {len(keys)}", "first_block"
+            )
+        kv_dtype = self.spec.fingerprint.encoding.kv_dtype
+        if tolerance is None and kv_dtype not in TOLERANCES:
+            raise BadRequest(Reason.NOT_SUPPORTED, f"give a tolerance for {kv_dtype}", "tolerance")
+        layout = self.spec.layout
+        offset = layout.parts[self.spec.part].offset
+        row_bytes = layout.part_bytes
+        request = CompareRequest(
+            keys=keys,
+            first_block=first_block,
+            fill=self._fill_from(computed, first_block, len(keys)),
+            row_bytes=row_bytes,
+            span=slice(offset, offset + row_bytes) if len(layout.parts) > 1 else None,
+            tolerance=tolerance,
+            request_id=request_id,
+        )
+
+        def start(context: Context) -> Operation[Compared]:
+            if first_block >= len(keys):
+                return _no_steps(Compared(0, 0, 0.0, None, Reason.NOTHING_TO_DO))
+            return audits.compare(context, self.spec, request)
+
+        def failed(reason: Reason, detail: str, differences: Differences) -> Compared:
+            return Compared(0, 0, 0.0, None, reason, detail=detail)
+
+        return Prepared(start, failed)
 
     # ---------------------------------------------------------------- tensors
 
