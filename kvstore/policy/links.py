@@ -55,6 +55,7 @@ class Link:
         "predicted_ns",
         "queued_bytes",
         "samples",
+        "seed_latency_ns",
         "then",
     )
 
@@ -86,7 +87,7 @@ class Link:
         self.moving_ns = 0
         self.predicted_ns = 0.0
         self.queued_bytes = 0
-        self.latency_ns = latency_ns
+        self.latency_ns = self.seed_latency_ns = latency_ns
         self._ns_per_byte = 1e9 / bytes_per_second
         self._weight = seed_samples
         self._half_life_ns = half_life_ns

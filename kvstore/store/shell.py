@@ -45,6 +45,7 @@ from kvstore.model.values import (
 )
 from kvstore.policy.links import Link
 from kvstore.store.archives import Archives
+from kvstore.store.probes import Probes
 from kvstore.store.regions import Regions
 from kvstore.store.rows import Rows
 from kvstore.store.sessions import Session, Sessions
@@ -86,6 +87,7 @@ class Store:
         self._mover = mover
         self._ledger = ledger
         self.archives = Archives(core, archives or {}, self.links, clock)
+        self.probes = Probes(self, host_tier)
         self._sessions = Sessions()
         self._regions = Regions(core, host, host_tier, self._gone)
         self._rows = Rows(ledger, lambda ticket: core.persisted(ticket, clock.monotonic_ns()))
@@ -150,7 +152,7 @@ class Store:
             tier_states={self.host_name: state_of(host), **states},
             host=host,
             archives=archives,
-            links=tuple(map(link_stats, self.tiers, self.links)),
+            links=tuple(map(link_stats, self.tiers, self.links, self.probes.counts())),
         )
 
     # ------------------------------------------------------------------ sessions

@@ -41,7 +41,8 @@ class Leased(NamedTuple):
 class LinkStats(NamedTuple):
     """The path out of one tier. `samples` transfers of `moved_bytes` took `moving_s`; `predicted_s`
     is what each was predicted to take just before it was measured. bytes_per_second, latency_s: the
-    estimate that plans are made with. queued_bytes: handed to the path, and not there yet.
+    estimate that plans are made with. queued_bytes: handed to the path, and not there yet. probes:
+    begun, since plans passed the tier over.
     """
 
     tier: str
@@ -52,6 +53,7 @@ class LinkStats(NamedTuple):
     bytes_per_second: float
     latency_s: float
     queued_bytes: int
+    probes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class StoreStats:
     links: tuple[LinkStats, ...] = ()
 
 
-def link_stats(tier: TierSpec, link: Link) -> LinkStats:
+def link_stats(tier: TierSpec, link: Link, probes: int) -> LinkStats:
     """The numbers of a tier's link."""
     return LinkStats(
         tier.name,
@@ -80,6 +82,7 @@ def link_stats(tier: TierSpec, link: Link) -> LinkStats:
         link.bytes_per_second,
         link.latency_ns / 1e9,
         link.queued_bytes,
+        probes,
     )
 
 

@@ -258,6 +258,7 @@ def _of_links(links: Iterable[LinkStats]) -> Iterator[Metric]:
             "predicted_s",
             "Time that the measured loads were predicted to take.",
         ),
+        ("probes", "probes", "Times the daemon itself measured a tier that plans passed over."),
     ):
         rows: list[_Row] = [({"tier": one.tier}, getattr(one, field)) for one in links]
         yield _counter(f"link_{name}", text, rows)

@@ -94,6 +94,10 @@ class ReadCalls:
         shown = self.evidence.withhold(call, arm, advice, first.layout, request.prompt_tokens)
         self._boundary.stage(call, "plan")
         self._note(call, presence, tokens, advice, None if shown is advice else shown.reason)
+        if shown is advice:
+            self._store.probes.passed_over(
+                session, first.space_id, first.keys, codes[0], first.layout.block_bytes, advice
+            )
         return pb.LookupReply(
             groups=replies,
             agreed_tokens=tokens,

@@ -76,13 +76,16 @@ class MemoryArchive:
 
 
 class ArchiveMover(StepMover):
-    """Moves to and from the archive too. `forgets`: those that have not ended."""
+    """Moves to and from the archive too. `forgets`: those that have not ended. `load_ns`: what a
+    load takes on the clock, one after the other.
+    """
 
     def __init__(self, stand: Stand, archive: MemoryArchive) -> None:
         super().__init__(stand)
         self.archive = archive
         self.forgets: list[Forget] = []
         self.durable = True
+        self.load_ns = MS
 
     def submit(self, moves: Sequence[Copy | Forget]) -> None:
         self.forgets += [move for move in moves if isinstance(move, Forget)]
@@ -110,7 +113,7 @@ class ArchiveMover(StepMover):
             ok = isinstance(outcome, bytes)
             reason = Reason.OK if ok else Reason.MISS_EVICTED
             if copy.why == "load":
-                self._stand.clock.advance_ns(MS)
+                self._stand.clock.advance_ns(self.load_ns)
             store.copies_done([(copy.copy_id, ok, reason, None, 1_000_000)])
         super().step(count)
         forgets, self.forgets = self.forgets, []
