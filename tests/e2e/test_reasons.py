@@ -455,7 +455,6 @@ HERE = "tests/e2e/test_reasons.py"
 NOT_YET: dict[Reason, str] = {
     Reason.ALREADY_PRESENT: "a reservation counts present blocks in `present`",
     Reason.ALREADY_RESERVED: "a reservation counts others' blocks in `reserved`",
-    Reason.HELD_BY_AUDIT: "nothing compares blocks yet",
     Reason.NOT_ADMITTED: "commits are always admitted to memory",
     Reason.QUOTA_EXCEEDED: "quotas are soft: a tenant over its own evicts its own",
     Reason.DECLINED_GUARD: "a guard belongs to the disk tier, which no setting turns on yet",
@@ -463,8 +462,9 @@ NOT_YET: dict[Reason, str] = {
 ELSEWHERE: dict[Reason, str] = {
     Reason.UNSPECIFIED: "tests/unit/model/test_reasons.py",
     Reason.COST_UNKNOWN: HERE,
-    Reason.DECLINED_HOLDOUT: "tests/unit/model/test_sampling.py",
-    Reason.DECLINED_SHADOW: "tests/unit/model/test_sampling.py",
+    Reason.DECLINED_HOLDOUT: "tests/integration/test_evidence.py",
+    Reason.HELD_BY_AUDIT: "tests/e2e/test_audit.py",
+    Reason.DECLINED_SHADOW: "tests/integration/test_evidence.py",
     Reason.MISS_NOT_ADMITTED: "tests/unit/core/test_moves.py",
     Reason.MISS_CORRUPT: "tests/unit/core/test_reads.py",
     Reason.UNCACHEABLE: "tests/unit/model/test_keys.py",

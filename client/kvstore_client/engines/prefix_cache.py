@@ -14,6 +14,7 @@ nothing. Imports torch and transformers. For one caller at a time, batch size 1.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from kvstore.model.cost import PrefillCost
 from kvstore.model.fingerprint import Fingerprint
+from kvstore.model.keys import BlockKey
 from kvstore.model.layout import layout_of
 from kvstore_client.engines.kv_blocks import BlockCutter, UnsupportedCacheError, rebuild_cache
 
@@ -31,11 +33,15 @@ if TYPE_CHECKING:
     from transformers.cache_utils import DynamicCache
 
     from kvstore_client.client import Client
-    from kvstore_client.results import Hit, Pushed
+    from kvstore_client.engines.transformers import Generation
+    from kvstore_client.results import Compared, Fetched, Hit, Pushed
     from kvstore_client.weights import WeightsDigest
 
 __all__ = ["PrefixCache", "Restored", "Saved"]
 
+AUDITS_MAX: Final = 256
+"""Prompts that are remembered to be compared when they are saved."""
+_AUDITED: Final = "AUDITED"
 _NO_TOKENS: Final = "the prompt has no whole block before its last token"
 
 
@@ -53,6 +59,7 @@ class Restored:
     size_bytes: int = 0
     fetch_ms: float = 0.0
     rebuild_ms: float = 0.0
+    fetched: Fetched | None = None
 
     @property
     def load_ms(self) -> float:
@@ -66,6 +73,8 @@ class Saved:
 
     pushed: Pushed | None
     why: str
+    compared: Compared | None = None
+    """What an audit of this prompt's stored blocks found; None: none was asked for."""
 
 
 class PrefixCache:
@@ -99,6 +108,7 @@ class PrefixCache:
         self._space = client.space(fingerprint)
         self._block_tokens = fingerprint.encoding.block_tokens
         self._rows: npt.NDArray[np.uint8] = np.empty((0, 0), np.uint8)
+        self._audits: OrderedDict[BlockKey, int] = OrderedDict()
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -108,6 +118,7 @@ class PrefixCache:
 
     def restore(self, token_ids: Sequence[int], *, request_id: str = "") -> Restored:
         """A cache of the longest stored prefix of `token_ids`, at least one token short of all.
+        None for a prompt that the daemon wants audited: it is computed, and `save` compares.
 
         Never raises because of the store.
         """
@@ -120,7 +131,13 @@ class PrefixCache:
         hit = self._space.lookup(keys, prefill=self._prefill, request_id=request_id)
         blocks = min(hit.blocks, hit.plan.load_blocks)
         if not blocks:
-            return Restored(None, 0, hit, hit.reason.name)
+            declined = bool(hit.blocks)
+            return Restored(None, 0, hit, hit.plan.reason.name if declined else hit.reason.name)
+        if hit.audit:
+            self._audits[hit.keys[hit.blocks - 1]] = hit.blocks
+            if len(self._audits) > AUDITS_MAX:
+                self._audits.popitem(last=False)
+            return Restored(None, 0, hit, _AUDITED)
         rows = self._rows_for(blocks)
         fetched = self._space.fetch(keys[:blocks], rows, request_id=request_id)
         fetched_at = self._clock_ns()
@@ -141,6 +158,7 @@ class PrefixCache:
             size_bytes=fetched.blocks * rows.shape[1],
             fetch_ms=(fetched_at - begun) / 1e6,
             rebuild_ms=(self._clock_ns() - fetched_at) / 1e6,
+            fetched=fetched,
         )
 
     def save(
@@ -168,10 +186,44 @@ class PrefixCache:
         if end <= first:
             return Saved(None, "no new whole block")
         keys = self._space.keys(token_ids[: end * self._block_tokens], salt=self._salt)
+        compared = None if first else self._compare(keys, cutter, request_id)
         pushed = self._space.push(
             keys, cutter.cut, first_block=first, durable=durable, request_id=request_id
         )
-        return Saved(pushed, pushed.reason.name)
+        return Saved(pushed, pushed.reason.name, compared)
+
+    def _compare(
+        self, keys: Sequence[BlockKey], cutter: BlockCutter, request_id: str
+    ) -> Compared | None:
+        """Compares what was stored of an audited prompt with what was computed for it."""
+        for index in range(len(keys) - 1, -1, -1) if self._audits else ():
+            blocks = self._audits.pop(keys[index], 0)
+            if blocks:
+                return self._space.compare(keys[:blocks], cutter.cut, request_id=request_id)
+        return None
+
+    def report(
+        self,
+        restored: Restored,
+        made: Generation,
+        *,
+        prompt_tokens: int,
+        request_id: str = "",
+    ) -> bool:
+        """Tells the daemon how long the request took to its first token, loading included, for
+        `kvstore report`. Every request, held out or not. False if nobody will be told.
+        """
+        if restored.hit is None:
+            return False
+        return self._space.report(
+            restored.hit,
+            restored.fetched,
+            first_token_ms=restored.load_ms + made.first_token_ns / 1e6,
+            prefill_ms=made.first_token_ns / 1e6,
+            computed_tokens=prompt_tokens - restored.tokens,
+            prompt_tokens=prompt_tokens,
+            request_id=request_id,
+        )
 
     def _complete_fingerprint(self) -> None:
         if self._weights is None or self._fingerprint.identity.weights_revision is not None:
