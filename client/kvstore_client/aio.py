@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from kvstore.model.cost import PrefillCost
 from kvstore.model.fingerprint import Fingerprint, Verdict
 from kvstore.model.keys import BlockKey, Extras, Tokens
+from kvstore.model.plan import Overlap
 from kvstore.model.reasons import Reason
 from kvstore_client import calls
 from kvstore_client.channel import CallFailed, Transport
@@ -211,12 +212,13 @@ class AsyncSpace:
         tokens_or_keys: TokensOrKeys,
         *,
         prefill: PrefillCost | None = None,
+        overlap: Overlap = Overlap.SERIAL,
         request_id: str = "",
         deadline_ms: int | None = None,
     ) -> Hit:
         return await _run(
             self._core.root,
-            lambda: self._core.lookup(tokens_or_keys, prefill, request_id),
+            lambda: self._core.lookup(tokens_or_keys, prefill, overlap, request_id),
             deadline_ms,
             lambda: Hit(0, 0, b"", (), NO_ADVICE, Reason.DEADLINE_EXCEEDED),
         )

@@ -14,6 +14,7 @@ from kvstore.model.cost import PrefillCost
 from kvstore.model.fingerprint import Difference, Fingerprint, Verdict
 from kvstore.model.keys import BlockKey
 from kvstore.model.layout import Layout
+from kvstore.model.plan import Overlap, TierPlan
 from kvstore.model.reasons import Reason
 from kvstore.model.sampling import Arm
 from kvstore.wire import convert
@@ -238,6 +239,7 @@ def lookup(
     *,
     prompt_tokens: int,
     prefill: PrefillCost | None,
+    overlap: Overlap,
     request_id: str,
 ) -> Operation[Hit]:
     """How much of a prompt is stored. More keys than one call may have are asked in several; the
@@ -246,7 +248,14 @@ def lookup(
 
     def attempt(session: Session, binding: Binding) -> Operation[Hit]:
         return _lookup(
-            spec, session, binding, keys, prompt_tokens, prefill=prefill, request_id=request_id
+            spec,
+            session,
+            binding,
+            keys,
+            prompt_tokens,
+            prefill=prefill,
+            overlap=overlap,
+            request_id=request_id,
         )
 
     return (yield from in_space(spec, attempt))
@@ -260,6 +269,7 @@ def _lookup(
     prompt_tokens: int,
     *,
     prefill: PrefillCost | None,
+    overlap: Overlap,
     request_id: str,
 ) -> Operation[Hit]:
     limit = session.keys_per_call_max
@@ -276,6 +286,7 @@ def _lookup(
             queries=[pb.Query(space_id=binding.space_id, keys=b"".join(part))],
             request_id=request_id,
             prompt_tokens=min(prompt_tokens, 0xFFFF_FFFF),
+            overlap=_OVERLAPS[overlap] if prefill is not None else pb.OVERLAP_SERIAL,
             last_key=keys[-1] if len(keys) > limit else b"",
         )
         if prefill is not None:
@@ -309,6 +320,11 @@ def arm_of(number: int) -> Arm:
     return Arm(number) if number in (Arm.HELD_OUT, Arm.SHADOW) else Arm.APPLIED
 
 
+_OVERLAPS = {
+    Overlap.SERIAL: pb.OVERLAP_SERIAL,
+    Overlap.LAYERWISE: pb.OVERLAP_LAYERWISE,
+    Overlap.TAIL: pb.OVERLAP_TAIL,
+}
 _TIER_OF_CODE = bytes([0, *range(255)])
 """Presence codes of blocks that are there, to tier indexes."""
 
@@ -327,13 +343,32 @@ def _group_hit(binding: Binding, reply: pb.LookupReply, asked: int) -> pb.GroupH
 
 def _advice(plan: pb.Plan, blocks: int) -> LoadAdvice:
     return LoadAdvice(
-        min(plan.load_blocks, blocks),
+        min(plan.load_blocks - min(plan.tail_blocks, plan.load_blocks), blocks),
         plan.recompute_tokens,
         plan.load_ms,
         plan.ideal_load_ms,
         plan.recompute_ms,
         Reason.from_wire(plan.reason),
         plan.bytes_per_second,
+        plan.computed_blocks,
+        plan.tail_blocks,
+        plan.total_ms,
+        plan.compute_only_ms,
+        tuple(
+            TierPlan(
+                one.tier - 1,
+                one.found_blocks,
+                one.load_blocks,
+                one.bytes,
+                one.bytes_per_second,
+                one.queued_bytes,
+                one.ideal_load_ms,
+                one.load_ms,
+                one.recompute_ms,
+            )
+            for one in plan.tiers
+            if one.tier
+        ),
     )
 
 

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from kvstore.model.cost import PrefillCost
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.keys import BlockKey, Extras, Tokens
+from kvstore.model.plan import Overlap
 from kvstore_client import calls
 from kvstore_client.channel import CallFailed, Transport
 from kvstore_client.config import ClientConfig
@@ -148,6 +149,7 @@ class Space:
         tokens_or_keys: TokensOrKeys,
         *,
         prefill: PrefillCost | None = None,
+        overlap: Overlap = Overlap.SERIAL,
         request_id: str = "",
         deadline_ms: int | None = None,
     ) -> Hit:
@@ -155,9 +157,10 @@ class Space:
 
         prefill: the model's prefill cost; None: the configured or calibrated one (see
         `observe_prefill`); without any the plan loads all and says COST_UNKNOWN.
+        overlap: what the engine can do at the same time; decides where the plan cuts the hit.
         """
         return self._run(
-            lambda: self._core.lookup(tokens_or_keys, prefill, request_id), deadline_ms
+            lambda: self._core.lookup(tokens_or_keys, prefill, overlap, request_id), deadline_ms
         )
 
     def fetch(

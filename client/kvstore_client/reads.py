@@ -62,6 +62,8 @@ class Copied:
     blocks: int = 0
     bytes: int = 0
     copy_ns: int = 0
+    load_ns: int = 0
+    """From asking for each lease until the last of its bytes was verified."""
     reason: Reason = Reason.OK
     detail: str = ""
 
@@ -77,6 +79,8 @@ class FetchRequest:
     all_or_nothing: bool
     request_id: str
     prefill: PrefillCost | None
+    predicted_ms: float = 0.0
+    """Of loading all of the keys, by a plan; 0: nothing was predicted."""
     audit: bool = False
     """Nothing is saved by it: the blocks are looked at, not used."""
 
@@ -192,6 +196,7 @@ def _fetch_window(
     keys: Sequence[BlockKey],
     done: Copied,
 ) -> Operation[None]:
+    begun_ns = time.perf_counter_ns()
     acquire = _acquire_request(context, session, binding, keys, request)
     step = Rpc(session, "Acquire", acquire, pb.AcquireReply)
     reply: pb.AcquireReply = yield from granted(context, step)
@@ -223,11 +228,16 @@ def _fetch_window(
         outcome = failure.reason
         raise
     finally:
-        context.release(
-            session,
-            reply.lease_id,
-            _report(reply.lease_id, spec, request, done.blocks - before, done, copied_ns, outcome),
+        took_ns = time.perf_counter_ns() - begun_ns
+        done.load_ns += took_ns
+        report = _report(
+            reply.lease_id, spec, request, done.blocks - before, done, copied_ns, outcome
         )
+        report.load_us = took_ns // 1_000
+        if request.predicted_ms and done.blocks - before == len(keys):
+            share = len(keys) / len(request.keys)
+            report.predicted_us = int(request.predicted_ms * 1e3 * share)
+        context.release(session, reply.lease_id, report)
 
 
 def _acquire_request(

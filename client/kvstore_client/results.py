@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from kvstore.model.fingerprint import Difference, Verdict
 from kvstore.model.keys import BlockKey
+from kvstore.model.plan import TierPlan
 from kvstore.model.reasons import Reason
+from kvstore.model.record import Outcome, outcome_without_blocks
 from kvstore.model.sampling import Arm
 
 __all__ = [
@@ -37,12 +39,17 @@ class Rank(NamedTuple):
 class LoadAdvice(NamedTuple):
     """What the daemon advises to do with a hit; milliseconds are predictions.
 
-    load_blocks: how many of the leading blocks to load; the rest is computed faster.
+    load_blocks: how many of the leading blocks to load; the rest is computed faster. With
+        `Overlap.TAIL` computed_blocks after them are computed while the tail_blocks that follow
+        are loaded (see Hit.tail_keys); load_ms, ideal_load_ms and recompute_ms are of both.
     recompute_tokens: tokens of the prompt left to compute; 0 when its length is unknown.
     ideal_load_ms: bytes / bandwidth, the bound that no load beats.
     recompute_ms: prefill time of what would be loaded; 0 when the cost is unknown.
     reason: OK, DECLINED_RECOMPUTE_FASTER, NOTHING_TO_DO, or COST_UNKNOWN (no gate: all is loaded).
     bytes_per_second: the estimate that was used.
+    total_ms: until the whole prompt is there (the hit, where the prompt's length is unknown).
+    compute_only_ms: the same if nothing were loaded; 0 when the cost is unknown.
+    tiers: the same tier by tier, with bytes, bandwidth and queue.
     """
 
     load_blocks: int
@@ -52,6 +59,11 @@ class LoadAdvice(NamedTuple):
     recompute_ms: float
     reason: Reason
     bytes_per_second: float
+    computed_blocks: int = 0
+    tail_blocks: int = 0
+    total_ms: float = 0.0
+    compute_only_ms: float = 0.0
+    tiers: tuple[TierPlan, ...] = ()
 
 
 NO_ADVICE = LoadAdvice(0, 0, 0.0, 0.0, 0.0, Reason.NOTHING_TO_DO, 0.0)
@@ -87,6 +99,23 @@ class Hit:
         """What the plan advises to fetch; `fetch(hit)` fetches these."""
         return self.keys[: min(self.blocks, self.plan.load_blocks)]
 
+    @property
+    def tail_keys(self) -> tuple[BlockKey, ...]:
+        """With `Overlap.TAIL`: what to fetch while the blocks before it are computed."""
+        first = self.plan.load_blocks + self.plan.computed_blocks
+        return self.keys[first : min(self.blocks, first + self.plan.tail_blocks)]
+
+    @property
+    def outcome(self) -> Outcome:
+        """HIT: all of the prompt's blocks are there. PARTIAL: some. MISS. DECLINED: they are, and
+        none is to be loaded: neither hit nor miss. FAILED, REFUSED: no answer.
+        """
+        if not self.blocks:
+            return outcome_without_blocks(self.reason)
+        if self.plan.reason.is_declined:
+            return Outcome.DECLINED
+        return Outcome.HIT if self.blocks == len(self.keys) else Outcome.PARTIAL
+
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
@@ -94,7 +123,9 @@ class Fetched:
 
     blocks: the leading run that was copied and verified; rows of `data` beyond it are undefined.
     reason: OK if that is all that was asked for, else why it ended.
-    copy_ms: the copies alone. total_ms: the whole call.
+    copy_ms: the copies alone. total_ms: the whole call. load_ms: from asking for the leases until
+    the last byte was verified. predicted_ms: what the plan of the Hit had predicted for that; 0:
+    nothing was, or less was loaded than it advised.
     """
 
     blocks: int
@@ -105,6 +136,17 @@ class Fetched:
     copy_ms: float = 0.0
     total_ms: float = 0.0
     detail: str = ""
+    load_ms: float = 0.0
+    predicted_ms: float = 0.0
+
+    @property
+    def outcome(self) -> Outcome:
+        """HIT: all that was asked for. PARTIAL. MISS. DECLINED: the plan advised to load nothing,
+        which is neither. FAILED, REFUSED: no answer.
+        """
+        if self.blocks:
+            return Outcome.HIT if self.reason is Reason.OK else Outcome.PARTIAL
+        return outcome_without_blocks(self.reason)
 
 
 @dataclass(frozen=True, slots=True)

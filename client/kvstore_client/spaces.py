@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence, Sized
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvstore.model import keys as model_keys
 from kvstore.model.cost import PrefillCost, check_cost
 from kvstore.model.fingerprint import Difference, Fingerprint, Verdict
 from kvstore.model.keys import BlockKey, Extras, Tokens
+from kvstore.model.plan import Overlap
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client import audits, calls, reads, writes
@@ -93,11 +95,17 @@ class SpaceCore:
         return Prepared(lambda context: calls.status(self.spec), failed)
 
     def lookup(
-        self, given: TokensOrKeys, prefill: PrefillCost | None, request_id: str
+        self,
+        given: TokensOrKeys,
+        prefill: PrefillCost | None,
+        overlap: Overlap,
+        request_id: str,
     ) -> Prepared[Hit]:
         check_request_id(request_id)
         keys, prompt_tokens = self.chain(given)
         check_cost(prefill)
+        if not isinstance(overlap, Overlap):
+            raise BadRequest(Reason.BAD_REQUEST, "overlap must be an Overlap", "overlap")
         cost = prefill or self.prefill.cost()
         failed = calls.missed(keys)
 
@@ -109,6 +117,7 @@ class SpaceCore:
                 keys,
                 prompt_tokens=prompt_tokens,
                 prefill=cost,
+                overlap=overlap,
                 request_id=request_id,
             )
 
@@ -145,6 +154,7 @@ class SpaceCore:
             all_or_nothing=bool(all_or_nothing),
             request_id=request_id,
             prefill=self.prefill.cost(),
+            predicted_ms=_predicted_ms(given),
         )
         begun_ns = time.perf_counter_ns()
 
@@ -158,6 +168,8 @@ class SpaceCore:
                 copy_ms=done.copy_ns / 1e6,
                 total_ms=(time.perf_counter_ns() - begun_ns) / 1e6,
                 detail=done.detail,
+                load_ms=done.load_ns / 1e6,
+                predicted_ms=request.predicted_ms if 0 < len(keys) == done.blocks else 0.0,
             )
 
         def start(context: Context) -> Operation[Fetched]:
@@ -339,20 +351,18 @@ class SpaceCore:
         flat = torch.from_numpy(fetched.data)
         # Flat first: torch refuses to view rows of nothing, as of a miss, as another type.
         data = flat.reshape(-1).view(dtype).reshape(flat.shape[0], *shape)
-        return Fetched(
-            fetched.blocks,
-            fetched.tokens,
-            data,
-            fetched.reason,
-            fetched.bytes,
-            fetched.copy_ms,
-            fetched.total_ms,
-            fetched.detail,
-        )
+        return replace(fetched, data=data)
 
     def check_tensors(self) -> None:
         """BadRequest(NOT_SUPPORTED) where only the engine knows the shape of its blocks."""
         self.spec.layout.part_shape(0)
+
+
+def _predicted_ms(given: KeysOrHit) -> float:
+    """What was predicted for loading all that the plan advises to load first; 0: nothing was."""
+    if isinstance(given, Hit) and not given.plan.tail_blocks:
+        return given.plan.load_ms
+    return 0.0
 
 
 def check_request_id(request_id: object) -> None:

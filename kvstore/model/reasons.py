@@ -148,6 +148,11 @@ class Reason(enum.IntEnum):
         return 20 <= self.value < 40
 
     @property
+    def is_declined(self) -> bool:
+        """True if policy decided not to load what is there: neither hit nor miss."""
+        return self.name.startswith("DECLINED_")
+
+    @property
     def is_retryable(self) -> bool:
         """True if the same request may succeed a little later, with nothing changed by hand."""
         return self in _RETRYABLE

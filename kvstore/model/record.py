@@ -362,7 +362,7 @@ def _outcome(record: Record) -> Outcome:
     if reason in _FAILURES and not some:
         return Outcome.FAILED
     if record.verb in READS:
-        if reason.name.startswith("DECLINED"):
+        if reason.is_declined:
             return Outcome.DECLINED
         if not some:
             return Outcome.MISS
@@ -370,6 +370,15 @@ def _outcome(record: Record) -> Outcome:
     if record.verb in WRITES:
         return Outcome.STORED if some else Outcome.SKIPPED
     return Outcome.DONE
+
+
+def outcome_without_blocks(reason: Reason) -> Outcome:
+    """What a read was that handed on no block, for this reason."""
+    if reason.is_declined:
+        return Outcome.DECLINED
+    if reason in _FAILURES or reason is Reason.BREAKER_OPEN:
+        return Outcome.FAILED
+    return Outcome.MISS if reason.is_miss or reason in EXPECTED else Outcome.REFUSED
 
 
 def _plan_fields(plan: Plan) -> dict[str, Any]:

@@ -28,14 +28,6 @@ _FINE = frozenset(
         Reason.ABORTED,
     }
 )
-_DECLINED = frozenset(
-    {
-        Reason.DECLINED_RECOMPUTE_FASTER,
-        Reason.DECLINED_GUARD,
-        Reason.DECLINED_HOLDOUT,
-        Reason.DECLINED_SHADOW,
-    }
-)
 _FAILED = frozenset(
     {
         Reason.UNSPECIFIED,
@@ -57,7 +49,7 @@ def result_of(reason: Reason) -> str:
         return "hit"
     if reason.is_miss:
         return "miss"
-    if reason in _DECLINED:
+    if reason.is_declined:
         return "declined"
     if reason in _FINE:
         return "ok"

@@ -19,6 +19,7 @@ import pytest
 
 from kvstore.model.cost import PrefillCost
 from kvstore.model.reasons import BadRequest, Reason, Unavailable
+from kvstore.model.record import Outcome
 from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client import AsyncClient, Client, ClientConfig, Rank
@@ -274,8 +275,33 @@ def test_a_declined_hit_is_not_loaded(make: MakeClient, store: FakeStore) -> Non
     hit = space.lookup(tokens(3), prefill=PrefillCost(1.0, 0.0))
     assert hit.blocks == 3
     before = store.requests["Acquire"]
-    assert space.fetch(hit).reason is Reason.DECLINED_RECOMPUTE_FASTER
+    fetched = space.fetch(hit)
+    assert fetched.reason is Reason.DECLINED_RECOMPUTE_FASTER
+    assert hit.outcome is fetched.outcome is Outcome.DECLINED
     assert store.requests["Acquire"] == before
+
+
+def test_a_load_is_held_against_what_its_plan_predicted(make: MakeClient, store: FakeStore) -> None:
+    def answer(method: str, request: Any) -> Any:
+        if method != "Lookup":
+            return None
+        reply = store.answer(method, request)
+        reply.plan.load_ms = 12.5
+        return reply
+
+    client = make(transport=answered(store, answer))
+    space = client.space(MODEL)
+    space.push(tokens(3), rows(3, BLOCK_BYTES))
+    hit = space.lookup(tokens(3), prefill=PrefillCost(1.0, 0.0))
+    fetched = space.fetch(hit)
+    assert (fetched.blocks, fetched.predicted_ms) == (3, 12.5)
+    assert 0 < fetched.load_ms <= fetched.total_ms
+    part = space.fetch(hit.keys[:2])
+    assert (part.blocks, part.predicted_ms) == (2, 0.0), "nobody predicted that"
+    client.close()
+    if store.reports:  # not over byte streams, which have no lease to end
+        told = [(one.predicted_us, one.load_us >= one.copy_us > 0) for one in store.reports]
+        assert told == [(12_500, True), (0, True)]
 
 
 def test_observed_prefills_become_the_cost_of_lookups(make: MakeClient, store: FakeStore) -> None:
