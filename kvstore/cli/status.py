@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -65,6 +67,7 @@ def as_fields(stats: pb.StatsReply) -> dict[str, Any]:
         "copies_in_flight": stats.copies_in_flight,
         "spaces_open": stats.spaces_open,
         "spaces_held": stats.spaces_held,
+        "guards": guards_of(stats.counters),
         "counters": dict(sorted(stats.counters.items())),
     }
 
@@ -87,6 +90,12 @@ def print_status(stats: pb.StatsReply) -> None:
         show.columns(ARCHIVE_HEADERS, archives)
         click.echo()
     show.columns(TENANT_HEADERS, [tenant_row(tenant) for tenant in stats.tenants])
+    guards = guards_of(stats.counters)
+    click.echo()
+    if guards and all(guard["state"] == "ok" for guard in guards):
+        click.echo(f"{len(guards)} guards, all ok")
+    elif guards:
+        show.columns(GUARD_HEADERS, [guard_row(guard) for guard in guards], left=4)
 
 
 TIER_HEADERS = ("tier", "state", "used", "of", "share", "blocks", "bytes", "staging", "evicted")
@@ -94,6 +103,11 @@ ARCHIVE_HEADERS = (
     "archive", "slots", "free", "age at eviction", "written in 24 h", "budget", "share",
     "set aside",
 )  # fmt: skip
+GUARD_HEADERS = (
+    "guard", "tier", "tenant", "state", "value", "warns at", "stops at", "warnings", "stops",
+)  # fmt: skip
+GUARD_STATES = ("ok", "warn", "probe", "stop")
+_GUARD = re.compile(r'kvstore_guard_state\{guard="([^"]*)",tier="([^"]*)",tenant="([^"]*)"\}')
 TENANT_HEADERS = ("tenant", "used", "quota", "blocks", "looked up", "hit", "hit share")
 
 
@@ -138,6 +152,51 @@ def archive_rows(stats: pb.StatsReply) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def guards_of(counters: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Each guard with its state, value and lines; a tenant is the digest of its name, as in the
+    metrics.
+    """
+    guards = []
+    for name, number in sorted(counters.items()):
+        matched = _GUARD.fullmatch(name)
+        if matched is None:
+            continue
+        labels = name.removeprefix("kvstore_guard_state")
+        fields = {
+            field: counters.get(f"kvstore_guard_{metric}{labels}", 0.0)
+            for field, metric in (
+                ("value", "value"),
+                ("warn", "warn_line"),
+                ("stop", "stop_line"),
+                ("warnings", "warnings_total"),
+                ("stops", "stops_total"),
+            )
+        }
+        guard, tier, tenant = matched.groups()
+        state = GUARD_STATES[int(number)] if number < len(GUARD_STATES) else str(number)
+        guards.append({"guard": guard, "tier": tier, "tenant": tenant, "state": state, **fields})
+    return guards
+
+
+def guard_row(guard: Mapping[str, Any]) -> tuple[str, ...]:
+    shown = show.size if guard["guard"] in ("memory", "bytes") else _number
+    return (
+        guard["guard"],
+        guard["tier"] or "-",
+        guard["tenant"] or "-",
+        guard["state"],
+        shown(guard["value"]),
+        shown(guard["warn"]) if guard["warn"] else "-",
+        shown(guard["stop"]) if guard["stop"] else "-",
+        f"{guard['warnings']:,.0f}",
+        f"{guard['stops']:,.0f}",
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
 
 
 def tenant_row(tenant: pb.TenantStats) -> tuple[str, ...]:

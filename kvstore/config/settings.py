@@ -16,6 +16,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from kvstore.config.evidence import AuditSettings, ServeSettings
+from kvstore.config.guarding import GuardSettings
 from kvstore.config.knob import knob, wrong
 from kvstore.config.network import HttpSettings, TcpSettings
 
@@ -368,6 +369,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trace: TraceSettings = TraceSettings()
     record: RecordSettings = RecordSettings()
     review: ReviewSettings = ReviewSettings()
+    guards: GuardSettings = GuardSettings()
     serve: ServeSettings = ServeSettings()
     audit: AuditSettings = AuditSettings()
     origins: dict[str, str] = {}

@@ -445,9 +445,7 @@ class Core:
         """Decides a held fingerprint: approve vouches for its weights `revision`."""
         return self._decisions.review(review_id, approve, revision, who, why, now_ns, wall_s)
 
-    def hold(
-        self, space_id: int, cause: Reason, words: str, *, now_ns: int, wall_s: float
-    ) -> Reviewed:
+    def hold(self, space_id: int, cause: Reason, words: str, *, now_ns: int, wall_s: float) -> int:
         """Keeps a space from everybody until a person decides. See `Decisions.hold`."""
         return self._decisions.hold(space_id, cause, words, now_ns, wall_s)
 

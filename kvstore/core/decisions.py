@@ -143,21 +143,18 @@ class Decisions:
             space.doubted, space.review_id = False, 0
         return Reviewed(Reason.OK, spaces[0].id if spaces else 0, ticket)
 
-    def hold(
-        self, space_id: int, cause: Reason, words: str, now_ns: int, wall_s: float
-    ) -> Reviewed:
+    def hold(self, space_id: int, cause: Reason, words: str, now_ns: int, wall_s: float) -> int:
         """Keeps the blocks of a complete fingerprint from everybody until a person decides; offers
         of it are refused. cause: MISS_CORRUPT or HELD_BY_AUDIT; words: what was seen, for people.
-        SPACE_UNKNOWN: there is no such space, or nobody reads it anyway.
+        The review's id; 0: there is no such space, or nobody reads it anyway.
         """
         space = self.books.spaces.get(space_id)
         if space is None or not space.may_be_saved:
-            return Reviewed(Reason.SPACE_UNKNOWN, 0, 0, "no space that anybody reads")
+            return 0
         review = self.openings.doubt(space, cause, words, now_ns)
-        ticket = self.rows.ticket()
-        self.rows.review(ticket, review, wall_s)
-        self.books.counters["spaces_held"] += 1
-        return Reviewed(Reason.OK, space_id, ticket, f"review {review.id}")
+        self.rows.review(0, review, wall_s)
+        self.books.counters["spaces_doubted"] += 1
+        return review.id
 
     def _complete(
         self, review: Review, held: list[Space], completed: Fingerprint, ticket: int

@@ -46,8 +46,8 @@ class State(enum.IntEnum):
 
 @dataclass(frozen=True)
 class GuardLimits:
-    """All lines. 0: no such line. A share is a fraction of 1. Bytes that are free have lines below
-    which it warns and stops; all others above.
+    """All lines. 0: no such line. A share is a fraction of 1. Free bytes have lines at which and
+    below which it warns and stops, all others at which and above; 0: they follow from the size.
 
     hold_s: shortest stop. window_s, samples_min: of outcomes, over which rates are taken, and how
     many at least. loads_min: as samples_min, of loads by clients.
@@ -57,14 +57,14 @@ class GuardLimits:
     window_s: float = 60.0
     samples_min: int = 64
     loads_min: int = 16
-    memory_warn_share: float = 0.95
-    memory_stop_share: float = 0.98
+    memory_free_warn_bytes: int = 0
+    memory_free_stop_bytes: int = 0
     disk_free_warn_bytes: int = 0
     disk_free_stop_bytes: int = 0
     disk_writes_warn_share: float = 0.8
     errors_warn_share: float = 0.01
     errors_stop_share: float = 0.5
-    corrupt_warn_share: float = 0.001
+    corrupt_warn_share: float = 0.005
     corrupt_stop_share: float = 0.25
     load_warn_ratio: float = 1.0
     load_stop_ratio: float = 2.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,11 +40,14 @@ from kvstore.model.values import (
     LeaseMode,
     Opening,
     Place,
-    Region,
     Reserved,
 )
+from kvstore.policy.guards import GuardLimits
 from kvstore.policy.links import Link
 from kvstore.store.archives import Archives
+from kvstore.store.guarded import GuardedArchive
+from kvstore.store.guards import Guards
+from kvstore.store.mapped import Mapped
 from kvstore.store.probes import Probes
 from kvstore.store.regions import Regions
 from kvstore.store.rows import Rows
@@ -58,7 +61,7 @@ NS_PER_MS = 1_000_000
 INSTANCE_ID_BYTES = 16
 
 
-class Store:
+class Store(Mapped):
     """See the module's docstring. Built by the daemon's app, which also calls `tick`."""
 
     def __init__(
@@ -72,9 +75,10 @@ class Store:
         clock: Clock,
         archives: Mapping[int, Archive] | None = None,
         links: Sequence[Link] = (),
+        guard_limits: GuardLimits | None = None,
     ) -> None:
         """`host_tier`: index of the pool whose memory clients map. `links`: one a tier."""
-        self.core = core
+        super().__init__(core, Regions(core, host, host_tier, self._gone))
         self.clock = clock
         self.tiers = core.tiers
         self.host_name = core.tiers[host_tier].name
@@ -89,11 +93,18 @@ class Store:
         self.archives = Archives(core, archives or {}, self.links, clock)
         self.probes = Probes(self, host_tier)
         self._sessions = Sessions()
-        self._regions = Regions(core, host, host_tier, self._gone)
         self._rows = Rows(ledger, lambda ticket: core.persisted(ticket, clock.monotonic_ns()))
         self._waiters = Waiters()
         self._effects: deque[Effect] = deque()
         self._running = False
+        self.guards = Guards(
+            guard_limits or GuardLimits(),
+            [tier.name for tier in core.tiers],
+            {i: one for i, one in (archives or {}).items() if isinstance(one, GuardedArchive)},
+            reviews_held=lambda: len(core.reviews()),
+            hold=self.hold,
+            pause_memory=host.pause,
+        )
 
     # ------------------------------------------------------------------ life
 
@@ -111,6 +122,7 @@ class Store:
         self._mover.relieve()
         self.core.save_ahead(False, self.clock.monotonic_ns())
         self._run()
+        self.guards.tick(self.clock.monotonic_ns())
 
     def drain(self) -> None:
         """No new sessions and reservations from now on; reads and running writes go on."""
@@ -153,6 +165,7 @@ class Store:
             host=host,
             archives=archives,
             links=tuple(map(link_stats, self.tiers, self.links, self.probes.counts())),
+            guards=self.guards.stats(),
         )
 
     # ------------------------------------------------------------------ sessions
@@ -190,33 +203,6 @@ class Store:
     def session_count(self) -> int:
         return len(self._sessions)
 
-    # ------------------------------------------------------------------ memory that clients map
-
-    @property
-    def unmap_listeners(self) -> list[Callable[[int], None]]:
-        """Called with the id of each region that is closed while processes hold it."""
-        return self._regions.holders.unmap_listeners
-
-    def regions_of(self, tenant: str) -> list[Region]:
-        """The open regions of a tenant."""
-        return self.core.regions(tenant)
-
-    def region_fd(self, region_id: int, tenant: str) -> int | None:
-        """See `Regions.fd`."""
-        return self._regions.fd(region_id, tenant)
-
-    def staging_fd(self, session_id: int) -> tuple[int, int, int] | None:
-        """See `Regions.staging`."""
-        return self._regions.staging(session_id)
-
-    def holder_added(self, region_id: int) -> None:
-        """A process was given the region's descriptor."""
-        self._regions.holders.added(region_id)
-
-    def holder_gone(self, region_id: int) -> None:
-        """A process has unmapped the region, or is proven dead."""
-        self._regions.holders.gone(region_id)
-
     def _gone(self, region_id: int) -> None:
         self._host.released(region_id)
         self.core.region_gone(region_id, self.clock.monotonic_ns())
@@ -226,7 +212,9 @@ class Store:
 
     def open(self, session: Session, fingerprint: Fingerprint) -> Opening:
         """Binds a fingerprint to a space; refusals are values (see Opening)."""
-        opening = self.core.open(session.id, fingerprint, self.clock.monotonic_ns())
+        now_ns = self.clock.monotonic_ns()
+        refused = self.guards.refuses(self.core, session, fingerprint, now_ns)
+        opening = refused or self.core.open(session.id, fingerprint, now_ns)
         self._run()
         return opening
 
@@ -395,6 +383,8 @@ class Store:
     ) -> Reserved:
         """Write lease on what of `chain[first:]` is wanted and has room; refusals are values."""
         now_ns = self.clock.monotonic_ns()
+        if not self.guards.may_write(now_ns):
+            return Reserved(0, [], [], 0, 0, 0, Reason.DECLINED_GUARD, 0)
         until_ns = now_ns + ttl_ns
         reserved = self.core.reserve(
             session.id, space_id, chain, first, part, attempt, until_ns, now_ns, before, durable
@@ -464,18 +454,11 @@ class Store:
         return await self._rows.durable(ticket, wait_ns)
 
     def hold(self, space_id: int, cause: Reason, words: str) -> int:
-        """Keeps a fingerprint's blocks from everybody until a person decides: the review's id; 0 if
-        nobody reads it anyway. See `Core.hold`.
-        """
-        clock = self.clock
-        held = self.core.hold(
-            space_id, cause, words, now_ns=clock.monotonic_ns(), wall_s=clock.wall_s()
-        )
+        """See `Core.hold`: the review's id; 0 if nobody reads the space anyway."""
+        now_ns, wall_s = self.clock.monotonic_ns(), self.clock.wall_s()
+        review_id = self.core.hold(space_id, cause, words, now_ns=now_ns, wall_s=wall_s)
         self._run()
-        if held.reason is not Reason.OK:
-            return 0
-        rows = self.core.spaces()
-        return next((row.review_id for row in rows if row.space_id == space_id), 0)
+        return review_id
 
     def run_effects(self) -> None:
         """Runs what a command that was given to `core` directly left to do."""

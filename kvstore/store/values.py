@@ -10,6 +10,7 @@ from kvstore.core.effects import Copy, Forget
 from kvstore.model.reasons import Reason
 from kvstore.model.values import CoreStats, Place, Region, TierSpec
 from kvstore.policy.links import Link
+from kvstore.store.guards import GuardStats
 from kvstore.tiers.base import ArchiveStats
 from kvstore.tiers.host import HostStats
 
@@ -69,6 +70,7 @@ class StoreStats:
     host: HostStats
     archives: Mapping[str, ArchiveStats] = field(default_factory=dict)
     links: tuple[LinkStats, ...] = ()
+    guards: tuple[GuardStats, ...] = ()
 
 
 def link_stats(tier: TierSpec, link: Link, probes: int) -> LinkStats:

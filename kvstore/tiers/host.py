@@ -100,6 +100,7 @@ class HostTier:
         self._guard = threading.Lock()
         self._wake = threading.Event()
         self._stopped = False
+        self._paused = False
         self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------------ life
@@ -123,6 +124,12 @@ class HostTier:
             raise StartError(Reason.START_MEMORY, self._lock_reason, "host.mlock")
         self._thread = threading.Thread(target=self._run, name="kvstore-prefault", daemon=True)
         self._thread.start()
+
+    def pause(self, paused: bool) -> None:
+        """Whether no memory is prepared for regions to come. From any thread."""
+        resumed, self._paused = self._paused and not paused, paused
+        if resumed:
+            self._wake.set()
 
     def close(self) -> None:
         """Stops the thread and closes everything; idempotent. Views that live stay valid."""
@@ -310,8 +317,12 @@ class HostTier:
         return True
 
     def _make(self) -> Memory | None:
-        """The stock's next piece, begun already or new; None if the capacity is used up."""
+        """The stock's next piece, begun already or new; None if the capacity is used up, or now is
+        not the time.
+        """
         with self._guard:
+            if self._paused:
+                return None
             if self._making is not None or self._room() < self._stock.chunk_bytes:
                 return self._making
             self._making = Memory(self._stock.chunk_bytes)

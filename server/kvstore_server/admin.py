@@ -20,7 +20,7 @@ from kvstore.wire.v1 import admin_pb2 as pb
 from kvstore.wire.v1 import admin_pb2_grpc, store_pb2
 from kvstore_server import malformed
 from kvstore_server.boundary import Boundary, Call, Context, bound_text
-from kvstore_server.exposition import flatten, of_archives
+from kvstore_server.exposition import flatten, of_archives, of_guards
 from kvstore_server.metrics import Metrics
 from kvstore_server.sessions import explain_keys, explain_offer
 
@@ -129,7 +129,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             copies_in_flight=core.copies_in_flight,
             spaces_open=core.spaces_open,
             spaces_held=core.spaces_held,
-            counters={**self._metrics.flat(), **flatten(of_archives(stats.archives))},
+            counters={
+                **self._metrics.flat(),
+                **flatten(of_archives(stats.archives)),
+                **flatten(of_guards(stats.guards)),
+            },
         )
 
     async def Spaces(self, request: pb.SpacesRequest, context: Context) -> pb.SpacesReply:

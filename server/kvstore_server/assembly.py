@@ -25,6 +25,7 @@ from kvstore.policy.base import EvictionPolicy
 from kvstore.policy.choice import policy_maker
 from kvstore.policy.links import Link
 from kvstore.store import Store
+from kvstore.store.guarded import GuardedArchive
 from kvstore.tiers import memory_budget
 from kvstore.tiers.base import Archive
 from kvstore.tiers.host import HostTier
@@ -37,6 +38,7 @@ from kvstore_server.disk import (
     make_disk,
 )
 from kvstore_server.fdreads import READS_MAX
+from kvstore_server.guarding import guard_limits, tell_of_guard
 from kvstore_server.logs import event
 from kvstore_server.process import region_share, why_few_descriptors
 
@@ -85,7 +87,9 @@ class Assembly:
             undo.callback(self.host.close)
             executor = ThreadPoolExecutor(COPY_THREADS, "kvstore-copy")
             undo.callback(executor.shutdown, wait=True, cancel_futures=True)
-            archives: dict[int, Archive] = {} if self.disk is None else {DISK: self.disk}
+            archives: dict[int, Archive] = {}
+            if self.disk is not None:
+                archives[DISK] = GuardedArchive(self.disk)
             device = device_threads() if archives else None
             if device is not None:
                 # Not waited for: what hangs in a device must not keep the daemon from ending.
@@ -117,8 +121,10 @@ class Assembly:
                 ledger=self.ledger,
                 clock=clock,
                 archives=archives,
+                guard_limits=guard_limits(settings.guards),
                 links=[host_link, disk_link(host_link)],
             )
+            self.store.guards.listeners.append(tell_of_guard)
             self.store.restore()
             if self.disk is not None:
                 self._start_disk(self.disk, loop)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import Metric
@@ -23,10 +23,12 @@ import kvstore
 from kvstore.model.sampling import Arm
 from kvstore.model.values import CoreStats, PoolStats
 from kvstore.store import StoreStats
+from kvstore.store.guards import GuardStats
 from kvstore.store.values import LinkStats
 from kvstore.tiers.base import ArchiveStats
 from kvstore.tiers.host import HostStats
 from kvstore_server.counts import Counts, Histogram, result_of
+from kvstore_server.guarding import rows_of_guards
 from kvstore_server.linefile import NOTHING, LineCounts
 
 STATES = ("starting", "ready", "draining")
@@ -35,7 +37,8 @@ TENANT_DIGITS = 12
 CORE_EVENTS = (
     *("blocks_acquired", "blocks_dropped", "blocks_stored", "commits", "copies_failed"),
     *("dropped_unsaved", "leases_expired", "loads", "loads_corrupt", "loads_failed", "promoted"),
-    *("regions_reclaimed", "reservations_expired", "saved", "saves_failed", "staging_exchanged"),
+    *("regions_reclaimed", "reservations_expired", "saved", "saves_failed", "spaces_doubted"),
+    "staging_exchanged",
 )
 COPIES = ("commit", "demote", "load", "promote", "save")
 DECISIONS = ("load", "recompute")
@@ -88,6 +91,7 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauge("sessions_max", "Clients that may be attached.", [({}, snapshot.sessions_max)])
     yield from _of_host(store.host, snapshot.wanted_bytes)
     yield from of_archives(store.archives)
+    yield from of_guards(store.guards)
     yield _gauge("fd_connections", "Clients on the fd socket.", [({}, snapshot.fd_connections)])
     events = [({"event": name}, n) for name, n in sorted(snapshot.fd_events.items())]
     yield _counter("fd_events", "What happened on the fd sockets.", events)
@@ -354,6 +358,12 @@ def _of_host(host: HostStats, wanted_bytes: int) -> Iterator[Metric]:
     )
 
 
+def of_guards(guards: Sequence[GuardStats]) -> Iterator[Metric]:
+    """State, value and lines of each guard."""
+    for name, text, counter, rows in rows_of_guards(guards, tenant_label):
+        yield (_counter if counter else _gauge)(name, text, rows)
+
+
 def of_archives(archives: Mapping[str, ArchiveStats]) -> Iterator[Metric]:
     """A metric for each number of a tier below the host: `kvstore_disk_saves_total`."""
     for tier, archive in archives.items():
@@ -370,6 +380,8 @@ def _of_archive(tier: str, archive: ArchiveStats) -> Iterator[Metric]:
 
 
 ARCHIVE_TEXTS = {
+    "file_system_free_bytes": "Bytes that its file system has free.",
+    "spare_bytes": "Bytes that the tier leaves free in its file system.",
     "loading": "1 until all that an earlier daemon has saved can be found.",
     "writing_stopped": "1 while nothing is saved; status says why.",
     "reading_stopped": "1 while nothing is loaded; status says why.",

@@ -17,7 +17,11 @@ from kvstore_server.metrics import Metrics
 LEASES_MAX = 1 << 16
 """Leases that are remembered, the latest ones: those that expire are never released."""
 NS_PER_US = 1_000
+ON_THE_WAY_NS = 100_000_000
+"""What a call may take from a client's clock to ours."""
 PREDICTED_US_MAX = 86_400_000_000
+SECONDS_MAX = 86_400.0
+"""Of what a client reports: sums stay sums whatever one of them says."""
 
 
 class _Granted(NamedTuple):
@@ -29,8 +33,9 @@ class _Granted(NamedTuple):
 class Loads:
     """One instance a tenant."""
 
-    def __init__(self, store: Store, metrics: Metrics) -> None:
+    def __init__(self, store: Store, metrics: Metrics, tenant: str) -> None:
         self._store = store
+        self._tenant = tenant
         self._metrics = metrics
         self._granted: OrderedDict[int, _Granted] = OrderedDict()
 
@@ -54,14 +59,17 @@ class Loads:
         if granted is None:
             self._store.note_load(length_bytes, copy_ns)
             return 0, 0
-        # From here on until now it took at most: who says more teaches others nothing.
-        most_ns = self._store.clock.monotonic_ns() - granted.asked_ns
+        # Since it was asked for it took at most: who says more teaches others nothing.
+        most_ns = self._store.clock.monotonic_ns() - granted.asked_ns + ON_THE_WAY_NS
         load_ns = report.load_us * NS_PER_US
         if not granted.waited_ns < load_ns <= most_ns:
             if copy_ns <= most_ns:
                 self._store.note_load(length_bytes, copy_ns)
             return 0, 0
         self._store.note_load(length_bytes, load_ns - granted.waited_ns)
+        saved_s = min(report.prefill_saved_us / 1e6, SECONDS_MAX)
+        now_ns = self._store.clock.monotonic_ns()
+        self._store.guards.loaded(self._tenant, granted.tier, load_ns / 1e9, saved_s, now_ns)
         predicted_us = min(report.predicted_us, PREDICTED_US_MAX)
         if predicted_us:
             tier = self._store.tiers[granted.tier].name

@@ -26,11 +26,9 @@ from kvstore_server.advice import (
 )
 from kvstore_server.boundary import Boundary, Call, bound_text
 from kvstore_server.evidence import Evidence
-from kvstore_server.loads import Loads
+from kvstore_server.loads import SECONDS_MAX, Loads
 
 GROUPS_MAX = 16
-SECONDS_MAX = 86_400.0
-"""Of what a client reports: sums stay sums whatever one of them says."""
 
 
 _ARMS: dict[Arm, pb.Arm.ValueType] = {
@@ -62,7 +60,7 @@ class ReadCalls:
         self._boundary = boundary
         self._limits = limits
         self._tenant = tenant
-        self._loads = Loads(store, boundary.metrics)
+        self._loads = Loads(store, boundary.metrics, tenant)
         self.evidence = Evidence(store, boundary, tenant)
 
     # ------------------------------------------------------------------ lookup
@@ -89,8 +87,10 @@ class ReadCalls:
         ]
         tokens = agreed_tokens(presence)
         layouts = [group.layout for group in groups]
-        links = self._store.links
-        advice = advise(links, request.prompt_tokens, layouts, presence, tokens, cost, overlap)
+        links, worth = self._store.links, self._worth_loading(presence, tokens)
+        advice = advise(links, request.prompt_tokens, layouts, presence, worth, cost, overlap)
+        if worth < tokens and not advice.load_blocks:
+            advice = advice._replace(reason=Reason.DECLINED_GUARD)
         shown = self.evidence.withhold(call, arm, advice, first.layout, request.prompt_tokens)
         self._boundary.stage(call, "plan")
         self._note(call, presence, tokens, advice, None if shown is advice else shown.reason)
@@ -105,6 +105,21 @@ class ReadCalls:
             arm=_ARMS[arm],
             audit=bool(shown.load_blocks) and self.evidence.audited(request),
         )
+
+    def _worth_loading(self, groups: Sequence[GroupPresence], tokens: int) -> int:
+        """Tokens before the first that comes from a tier which a guard has stopped for this tenant.
+        Groups agree on few lengths only: of several all or nothing.
+        """
+        if not tokens:
+            return 0
+        now_ns = self._store.clock.monotonic_ns()
+        for group in groups:
+            codes = needed(group, tokens)
+            blocks = self._store.guards.worth_loading(self._tenant, codes, now_ns)
+            if blocks < len(codes):
+                whole = len(groups) == 1 and group.rule is not HitRule.TRAILING
+                return blocks * group.block_tokens if whole else 0
+        return tokens
 
     def _group(self, query: pb.Query, call: Call) -> _Group:
         packed = query.keys
@@ -150,7 +165,7 @@ class ReadCalls:
             if call.reason is Reason.OK:
                 call.reason = Reason.NOTHING_TO_DO
         else:
-            declined = advice.reason is Reason.DECLINED_RECOMPUTE_FASTER
+            declined = advice.reason in (Reason.DECLINED_RECOMPUTE_FASTER, Reason.DECLINED_GUARD)
             call.reason = advice.reason if declined else withheld or Reason.HIT
             # A plan may load the part that is fast to load, and leave what only a slow tier has.
             useful_tokens = min(advice.load_blocks * groups[0].block_tokens, tokens)

@@ -61,6 +61,15 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "audit.share": st.floats(0, 1),
     "policy.eviction": st.sampled_from(["lru", "hit_density"]),
     "review.ttl_hours": st.floats(0, 24 * 366, allow_nan=False),
+    "guards.hold_s": st.floats(0, 3_600, allow_nan=False),
+    "guards.window_s": st.floats(1, 86_400, allow_nan=False),
+    "guards.samples_min": st.integers(1, 1 << 20),
+    "guards.memory_free_stop_bytes": st.integers(0, 1 << 50),
+    "guards.disk_free_stop_bytes": st.integers(0, 1 << 50),
+    "guards.errors_stop_share": st.floats(0, 1),
+    "guards.corrupt_stop_share": st.floats(0, 1),
+    "guards.load_stop_ratio": st.floats(0, 100),
+    "guards.held_stop": st.integers(0, 1 << 20),
     "tenants.alice.socket": st.sampled_from(["", "alice.sock"]),
     "tenants.alice.mode": st.sampled_from(["0600", "0666"]),
     "tenants.alice.group": st.sampled_from(["", "render", "44"]),
@@ -283,7 +292,7 @@ def test_sizes_by_hand() -> None:
 
 def test_few_knobs_each_with_its_text() -> None:
     table = knobs()
-    assert len(table) < 44, "each tier has a path, a capacity and a budget; TLS has its files"
+    assert len(table) < 56, "each tier has a path, a capacity and a budget; a guard a stop line"
     shown = explain()
     for one in table:
         assert one.name in shown

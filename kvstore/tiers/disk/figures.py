@@ -85,7 +85,13 @@ def _all(counters: dict[str, float]) -> dict[str, float]:
 
 def _gauges(tier: DiskTier) -> dict[str, float]:
     now_ns, wall_s = tier.clock.monotonic_ns(), tier.clock.wall_s()
+    free_bytes, spare_bytes = tier.file_system
     return {
+        **(
+            {"file_system_free_bytes": free_bytes, "spare_bytes": spare_bytes}
+            if spare_bytes
+            else {}
+        ),
         "loading": tier.phase in ("opening", "loading"),
         "writing_stopped": tier.writes.stopped or bool(tier.endurance.stop_reason(wall_s)),
         "reading_stopped": tier.reading.path.stopped or tier.reading.hanging.stalled(now_ns),

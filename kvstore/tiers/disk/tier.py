@@ -80,6 +80,7 @@ class DiskTier:
         self.reading = Reading(clock, self.counts, parallel=parallel)
         self.endurance = Endurance(endurance_bytes_per_day)
         self.eviction_age_s = 0.0
+        self.file_system = (0.0, 0.0)  # free bytes, and how many the tier leaves free
         self.clock = clock
         self.volume: Volume | None = None
         self._folder = folder
@@ -464,6 +465,7 @@ class DiskTier:
         """The capacity is what is set, but no more than the file system has room for."""
         system = volume.files.statvfs()
         margin = max(min(system.total_bytes * MARGIN_SHARE, MARGIN_BYTES_MAX), 2 * FULL_BYTES)
+        self.file_system = (system.free_bytes, margin)
         with volume.books:
             usage = volume.ring.usage()
             used = usage.segment_bytes + usage.index_bytes + usage.aside_bytes

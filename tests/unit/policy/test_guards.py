@@ -1,8 +1,10 @@
-"""Guards on a virtual clock: lines, hysteresis, half-open trials; and that a guard always comes back
-when its cause has gone, and stops no more often than once in its hold time.
+"""Guards on a virtual clock: lines, hysteresis, half-open trials; and that a guard always comes
+back when its cause has gone, and stops no more often than once in its hold time.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -56,13 +58,11 @@ def test_a_warning_ends_only_well_below_its_line() -> None:
 def test_a_stop_lasts_its_hold_time_then_a_few_may_try() -> None:
     guard = level()
     guard.see(0.95, 0)
-    assert guard.stopped
-    assert guard.take(100, 0) == 0
+    assert (guard.state, guard.take(100, 0)) == (STOP, 0)
     guard.see(0.1, HOLD - 1)
     assert guard.state is STOP, "however soon the level is back"
     guard.see(0.1, HOLD)
-    assert guard.state is PROBE
-    assert not guard.stopped
+    assert (guard.state, guard.stopped) == (PROBE, False)
     assert [guard.take(5, HOLD), guard.take(5, HOLD)] == [5, TRIALS - 5]
     assert guard.take(1, 2 * HOLD - 1) == 0
     assert guard.take(1, 2 * HOLD) == 1, "anew in each hold time"
@@ -215,7 +215,7 @@ def test_a_level_recovers_and_stops_no_more_often_than_its_hold_time(
         guard.see(sign * value, now_ns)
         entered += [now_ns] * (guard.stops - before)
         assert (guard.take(1, now_ns) == 0) or not guard.stopped
-    assert all(later - sooner >= HOLD for sooner, later in zip(entered, entered[1:], strict=False))
+    assert all(later - sooner >= HOLD for sooner, later in pairwise(entered))
     for _ in range(3):
         guard.see(sign * fine, now_ns)
         now_ns += HOLD
@@ -240,7 +240,7 @@ def test_a_rate_recovers_and_stops_no_more_often_than_its_hold_time(
         before = guard.stops
         guard.look(now_ns)
         entered += [now_ns] * (guard.stops - before)
-    assert all(later - sooner >= HOLD for sooner, later in zip(entered, entered[1:], strict=False))
+    assert all(later - sooner >= HOLD for sooner, later in pairwise(entered))
     # The cause has gone: all that is let through goes well.
     for _ in range(WINDOW // HOLD + 3):
         now_ns += HOLD
@@ -254,7 +254,7 @@ def test_a_rate_recovers_and_stops_no_more_often_than_its_hold_time(
 
 def test_the_defaults_stop_nothing_that_is_in_order() -> None:
     limits = GuardLimits()
-    assert 0 < limits.memory_warn_share < limits.memory_stop_share < 1
+    assert limits.memory_free_warn_bytes == limits.memory_free_stop_bytes == 0
     assert limits.disk_free_warn_bytes == limits.disk_free_stop_bytes == 0
     assert limits.errors_warn_share < limits.errors_stop_share
     assert limits.corrupt_warn_share < limits.corrupt_stop_share

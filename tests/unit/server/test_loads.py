@@ -24,6 +24,12 @@ class Told:
         self.clock = ManualClock()
         self.tiers = [SimpleNamespace(name="host"), SimpleNamespace(name="disk")]
         self.noted: list[tuple[int, int]] = []
+        self.guarded: list[tuple[str, int, float, float]] = []
+        self.guards = self
+
+    def loaded(self, tenant: str, tier: int, load_s: float, prefill_s: float, now_ns: int) -> None:
+        assert now_ns == self.clock.monotonic_ns()
+        self.guarded.append((tenant, tier, load_s, prefill_s))
 
     def note_load(self, length_bytes: int, copy_ns: int) -> None:
         self.noted.append((length_bytes, copy_ns))
@@ -34,7 +40,7 @@ def measured(
 ) -> tuple[Told, Metrics, tuple[int, int]]:
     """A load from disk: the daemon waited, and the release came so long after the asking."""
     told, metrics = Told(), Metrics()
-    loads = Loads(cast(Any, told), metrics)
+    loads = Loads(cast(Any, told), metrics, "default")
     asked_ns = told.clock.monotonic_ns()
     told.clock.advance_ns(waited_ms * MS)
     loads.granted(LEASE, 1, asked_ns)
@@ -44,6 +50,7 @@ def measured(
         copy_us=copy_ms * 1_000,
         load_us=load_ms * 1_000,
         predicted_us=predicted_ms * 1_000,
+        prefill_saved_us=50_000,
     )
     return told, metrics, loads.ended(report, BYTES)
 
@@ -52,13 +59,14 @@ def test_what_the_daemon_waited_itself_is_not_the_path_from_memory() -> None:
     told, metrics, figures = measured(waited_ms=80, load_ms=100, since_ms=110, predicted_ms=75)
     assert told.noted == [(BYTES, 20 * MS)]
     assert figures == (100_000, 75_000)
+    assert told.guarded == [("default", 1, 0.1, 0.05)], "what it took, and what it replaced"
     flat = metrics.flat()
     assert flat['kvstore_load_predicted_seconds_total{tier="disk"}'] == pytest.approx(0.075)
     assert flat['kvstore_load_measured_seconds_total{tier="disk"}'] == pytest.approx(0.1)
     assert flat['kvstore_load_prediction_error_ratio_sum{tier="disk"}'] == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize("load_ms", [0, 80, 111], ids=["not told", "no path", "too long"])
+@pytest.mark.parametrize("load_ms", [0, 80, 211], ids=["not told", "no path", "too long"])
 def test_a_time_that_cannot_be_true_leaves_the_copy_alone(load_ms: int) -> None:
     told, metrics, figures = measured(
         waited_ms=80, load_ms=load_ms, since_ms=110, predicted_ms=75, copy_ms=9
@@ -69,7 +77,7 @@ def test_a_time_that_cannot_be_true_leaves_the_copy_alone(load_ms: int) -> None:
 
 
 def test_a_copy_that_took_longer_than_its_lease_teaches_nothing() -> None:
-    told, _, figures = measured(waited_ms=0, load_ms=0, since_ms=5, copy_ms=6)
+    told, _, figures = measured(waited_ms=0, load_ms=0, since_ms=5, copy_ms=106)
     assert (told.noted, figures) == ([], (0, 0))
 
 
@@ -80,7 +88,7 @@ def test_without_a_prediction_there_is_nothing_to_compare() -> None:
 
 
 def test_leases_that_never_end_are_forgotten() -> None:
-    loads = Loads(cast(Any, Told()), Metrics())
+    loads = Loads(cast(Any, Told()), Metrics(), "default")
     for lease_id in range(1, 70_000):
         loads.granted(lease_id, 0, 0)
     assert len(loads._granted) == 1 << 16
