@@ -1,7 +1,7 @@
 """`kvstore`, the operator's tool: one command a file, each imported when it is called for.
 
-It talks to a running daemon over its admin socket (`connect`), or works alone (`plan`, `token`,
-`verify`).
+It talks to a running daemon over its admin socket (`connect`), or works alone (`plan`, `report`,
+`token`, `verify`).
 Exit codes: 0 it is so, 1 what was asked is not so, 2 wrong usage, 4 the daemon cannot be reached.
 Nothing imports this package.
 """
@@ -23,6 +23,7 @@ COMMANDS = (
     "invalidate",
     "pin",
     "plan",
+    "report",
     "review",
     "simulate",
     "spaces",

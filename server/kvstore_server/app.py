@@ -52,6 +52,10 @@ from kvstore_server.ready import Announcer
 from kvstore_server.sinks import Sink, SinkRing
 from kvstore_server.tracefile import TraceFile
 
+from kvstore_server.usage import USAGE_EVERY_S, start_record, usage_record
+
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.opening import DiskFolder
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
@@ -132,6 +136,8 @@ class App:
         sinks: list[Sink] = []
         if trace.file:
             self._trace_file = TraceFile(trace.file, self._clock)
+        if self._trace_file is not None:
+            self._trace_file.append(start_record(settings, self._store, self._clock))
             self._undo.callback(self._trace_file.close)
             sinks.append(self._trace_file)
         if record.path:
@@ -273,14 +279,23 @@ class App:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), TICK_S)
 
+        usage_s = loop.time()
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in process.END_SIGNALS:
             loop.add_signal_handler(number, self._signalled, number)
         loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+            if loop.time() >= usage_s:
+                self._note_usage()
+                usage_s = loop.time() + USAGE_EVERY_S
         faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
 
     def _signalled(self, number: int) -> None:
+    def _note_usage(self) -> None:
+        """For the trace file alone: nobody asked."""
+        if self._trace_file is not None:
+            self._trace_file.append(usage_record(self._store, self._metrics, self._clock))
+
         name = signal.Signals(number).name
         if self._stop.is_set():
             event(log, logging.WARNING, "second signal: ending at once", signal=name)
@@ -319,6 +334,7 @@ class App:
             await listener.announce_end()
         # Reads and running writes may end; only then are calls refused. Meanwhile what only memory
         # has goes to slower tiers, the warmest first.
+        self._note_usage()
         saving, failed = True, self._saves_failed
         while loop.time() < end_s and not self._hurry.is_set():
             saving = saving and self._saves_failed == failed and self._store.save_warmest() > 0

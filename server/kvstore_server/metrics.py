@@ -123,6 +123,11 @@ class Metrics:
         self._counts.audited["match"] += matched
         self._counts.audited["mismatch"] += mismatched
 
+    @property
+    def audit_mismatches(self) -> int:
+        """Audited blocks that differed."""
+        return self._counts.audited["mismatch"]
+
     def rejection(self, field_name: str) -> None:
         """A fingerprint was refused, or a prefix missed, because this field differs."""
         rejections = self._counts.rejections

@@ -72,7 +72,7 @@ def stats() -> pb.StatsReply:
 
 
 def test_no_daemon_is_one_line_and_code_4(run: Run, folder: Path) -> None:
-    alone = {"bench", "plan", "review", "simulate", "token", "verify"}
+    alone = {"bench", "plan", "report", "review", "simulate", "token", "verify"}
     for name in sorted(set(COMMANDS) - alone):
         arguments = {
             "explain": ("--space", "1", KEY),

@@ -1,0 +1,96 @@
+"""What has changed since a report was made, so that its verdict may not hold any more."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvstore
+from kvstore.config.digest import settings_digest, settings_of
+from kvstore.evidence.criteria import digest_of
+
+__all__ = ["changed_since"]
+
+
+def changed_since(
+    report: Mapping[str, Any], criteria: Path | None, daemon: Mapping[str, str] | None
+) -> list[str]:
+    """One line a change; none: all is as it was. KeyError, TypeError: that is no report.
+
+    criteria: the file as it is now; None: it cannot be compared, and that is said. daemon: its
+    "kvstore" version and "config" as TOML now; None: it cannot be asked, and that is said.
+    """
+    return [
+        *_of_versions(report["made_with"]),
+        *_of_criteria(report["criteria"]["digest"], criteria),
+        *_of_sources(report["sources"]),
+        *_of_daemon(report["daemons"], daemon),
+    ]
+
+
+def _of_versions(made_with: Mapping[str, str]) -> Iterator[str]:
+    now = {
+        "kvstore": kvstore.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+    for name, version in now.items():
+        if made_with[name] != version:
+            yield f"{name} was {made_with[name]}, is {version}"
+
+
+def _of_criteria(digest: str, path: Path | None) -> Iterator[str]:
+    if path is None:
+        yield "criteria: give --criteria FILE to compare them"
+        return
+    now = _digest(path)
+    if now != digest:
+        yield f"criteria: {path.name} was {digest[:19]}, {_is(now)}"
+
+
+def _of_sources(sources: list[Mapping[str, Any]]) -> Iterator[str]:
+    for one in sources:
+        path = Path(one["path"])
+        now = _digest(path)
+        if now != one["digest"]:
+            yield f"data: {path.name} was {one['digest'][:19]}, {_is(now)}"
+
+
+def _of_daemon(starts: list[Mapping[str, Any]], daemon: Mapping[str, str] | None) -> Iterator[str]:
+    if not starts:
+        yield "settings: no daemon recorded its own when the report was made"
+        return
+    if daemon is None:
+        yield "settings: no daemon answers; give --config FILE to compare its settings"
+        return
+    last = starts[-1]
+    version = daemon.get("kvstore")
+    if version is not None and version != last["kvstore"]:
+        yield f"daemon was {last['kvstore']}, is {version}"
+    now = settings_digest(daemon["config"])
+    if now != last["config_digest"]:
+        yield f"settings: were {last['config_digest'][:19]}, are {now[:19]}"
+        yield from _settings(last["config"], daemon["config"])
+
+
+def _settings(before: str, after: str) -> Iterator[str]:
+    old, new = settings_of(before), settings_of(after)
+    for name in sorted(old.keys() | new.keys()):
+        was, now = old.get(name, "absent"), new.get(name, "absent")
+        if was != now and not name.endswith(".salt"):
+            yield f"setting {name} was {was}, is {now}"
+
+
+def _digest(path: Path) -> str:
+    try:
+        return digest_of(path.read_bytes())
+    except OSError as error:
+        return f"gone ({error.strerror})"
+
+
+def _is(digest: str) -> str:
+    return f"is {digest[:19]}" if digest.startswith("sha256:") else f"is {digest}"

@@ -1,0 +1,190 @@
+"""Reads what daemons recorded in their trace files: requests on both sides, look-ups, usage, holds.
+
+Lines that are damaged, as the last one of a daemon that was killed, are counted and left out.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["BUCKETS", "Records", "Request", "Source", "bucket_of", "read_records", "tenant_digest"]
+
+BUCKETS = (("< 1k", 1_024), ("1k-4k", 4_096), ("4k-16k", 16_384), ("16k-64k", 65_536))
+"""Prompt lengths in tokens: name, and the first length that is too long for it."""
+LAST_BUCKET = ">= 64k"
+DEFAULT_TENANT = "default"
+TENANT_DIGITS = 12
+
+
+class Request(NamedTuple):
+    """One reported request. Milliseconds; 0: not measured. applied: served; else the baseline."""
+
+    at_s: float
+    applied: bool
+    tenant: str
+    prompt_tokens: int
+    tier: str
+    first_token_ms: float
+    prefill_ms: float
+    load_ms: float
+    found_tokens: int
+    computed_tokens: int
+    loaded_bytes: int
+    failed: bool
+
+
+class Source(NamedTuple):
+    """One file. Times are those of its records, in seconds since 1970; 0: it has none."""
+
+    path: str
+    digest: str
+    size_bytes: int
+    first_s: float
+    last_s: float
+    lines: int
+    damaged: int
+
+
+class Usage(NamedTuple):
+    """What a daemon had used at some time, counted from its start."""
+
+    at_s: float
+    cpu_s: float
+    rss_bytes: int
+    ssd_written_bytes: int
+    mismatches: int
+    reviews: dict[str, int]
+
+
+@dataclass(slots=True)
+class Records:
+    """All files together."""
+
+    requests: list[Request] = field(default_factory=list)
+    lookups: Counter[bool] = field(default_factory=Counter)
+    """Look-ups by whether they were served."""
+    withheld_ms: float = 0.0
+    """What withheld look-ups would have saved, by the plan."""
+    withheld_tokens: int = 0
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    usage: dict[str, list[Usage]] = field(default_factory=dict)
+    """By the daemon process."""
+    arms: Counter[str] = field(default_factory=Counter)
+    sources: list[Source] = field(default_factory=list)
+
+    @property
+    def first_s(self) -> float:
+        """When the first request was reported or looked up; 0: never."""
+        return min((one.first_s for one in self.sources if one.first_s), default=0.0)
+
+
+def read_records(paths: Iterable[Path], told: Callable[[int], None] | None = None) -> Records:
+    """Reads files, plain or .gz. told: hears of bytes that were read. ValueError: a file is given
+    twice. OSError.
+    """
+    records = Records()
+    for path in paths:
+        source = _read(path, records, told or (lambda count: None))
+        if any(source.digest == one.digest for one in records.sources):
+            raise ValueError(f"{path.name} has the content of another file: each counts once")
+        records.sources.append(source)
+    records.requests.sort(key=lambda one: one.at_s)
+    return records
+
+
+def _read(path: Path, records: Records, told: Callable[[int], None]) -> Source:
+    hashed = hashlib.sha256()
+    first_s = last_s = 0.0
+    lines = damaged = 0
+    for line in _lines(path, hashed, told):
+        lines += 1
+        try:
+            fields = json.loads(line)
+            at_s = float(fields["timestamp"]) / 1e3
+            _take(fields, at_s, records)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            damaged += 1
+            continue
+        if fields["verb"] in ("report", "lookup"):
+            first_s, last_s = min(first_s or at_s, at_s), max(last_s, at_s)
+    size = path.stat().st_size
+    name = str(path.absolute())
+    return Source(name, f"sha256:{hashed.hexdigest()}", size, first_s, last_s, lines, damaged)
+
+
+def _lines(path: Path, hashed: Any, told: Callable[[int], None]) -> Iterator[bytes]:
+    """The digest is of the file as it lies there."""
+    with path.open("rb") as file:
+        for piece in iter(lambda: file.read(1 << 20), b""):
+            hashed.update(piece)
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as file:
+        for line in file:
+            told(len(line))
+            if line.strip():
+                yield line
+
+
+def _take(fields: dict[str, Any], at_s: float, records: Records) -> None:
+    verb, evidence = fields["verb"], fields.get("evidence") or {}
+    if verb == "report":
+        records.requests.append(_request(fields, evidence, at_s))
+        records.arms[evidence["arm"]] += 1
+    elif verb == "lookup":
+        arm = evidence.get("arm", "applied")
+        records.lookups[arm == "applied"] += 1
+        would = evidence.get("would_load")
+        if would:
+            records.withheld_ms += would["saved_ms"] or 0.0
+            records.withheld_tokens += would["tokens"]
+    elif verb == "start":
+        records.starts.append({"at_s": at_s, **evidence["start"]})
+    elif verb == "usage":
+        one = evidence["usage"]
+        records.usage.setdefault(one["instance"], []).append(
+            Usage(
+                at_s,
+                float(one["cpu_s"]),
+                int(one["rss_bytes"]),
+                int(one["ssd_written_bytes"]),
+                int(one["audit_mismatches"]),
+                dict(one["reviews"]),
+            )
+        )
+
+
+def _request(fields: dict[str, Any], evidence: dict[str, Any], at_s: float) -> Request:
+    figures = evidence["request"]
+    return Request(
+        at_s=at_s,
+        applied=evidence["arm"] == "applied",
+        tenant=tenant_digest(str(fields["tenant"])),
+        prompt_tokens=int(fields["input_length"]),
+        tier=str(figures["tier"]),
+        first_token_ms=float(figures["first_token_us"]) / 1e3,
+        prefill_ms=float(figures["prefill_us"]) / 1e3,
+        load_ms=float(figures["load_us"]) / 1e3,
+        found_tokens=int(figures["found_tokens"]),
+        computed_tokens=int(figures["computed_tokens"]),
+        loaded_bytes=int(figures["loaded_bytes"]),
+        failed=bool(figures["failed"]),
+    )
+
+
+def bucket_of(prompt_tokens: int) -> str:
+    """The bucket of a prompt's length."""
+    return next((name for name, end in BUCKETS if prompt_tokens < end), LAST_BUCKET)
+
+
+def tenant_digest(name: str) -> str:
+    """A tenant as the metrics call it: the first digits of the SHA-256 of its name."""
+    if name == DEFAULT_TENANT:
+        return name
+    return hashlib.sha256(name.encode()).hexdigest()[:TENANT_DIGITS]
