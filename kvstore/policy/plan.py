@@ -15,16 +15,21 @@ bisection.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.model.cost import PrefillCost
+from kvstore.model.hits import leading_run
 from kvstore.model.plan import Overlap, Plan, Split, TierPlan
 from kvstore.model.reasons import Reason
 from kvstore.policy.links import Link
 
 __all__ = ["FixedLoad", "PrefillCost", "plan", "runs_of"]
+
+Floats = NDArray[np.float64]
 
 _NS_PER_MS = 1e6
 _US_PER_MS = 1e3
@@ -44,17 +49,13 @@ def runs_of(codes: bytes) -> list[tuple[int, int]]:
     codes: a byte a block as in a lookup's reply: 1 + tier index; 0 (absent) or 255 (being written)
     ends the hit.
     """
-    runs: list[tuple[int, int]] = []
-    at = 0
-    while at < len(codes):
-        code = codes[at]
-        if code in (0, 255):
-            break
-        rest = codes[at:].lstrip(codes[at : at + 1])
-        end = len(codes) - len(rest)
-        runs.append((code - 1, end - at))
-        at = end
-    return runs
+    run = leading_run(codes)
+    found = np.frombuffer(codes, np.uint8, run)
+    if not run:
+        return []
+    firsts = [0, *(np.flatnonzero(np.diff(found)) + 1).tolist()]
+    ends = [*firsts[1:], run]
+    return [(codes[first] - 1, end - first) for first, end in zip(firsts, ends, strict=True)]
 
 
 def plan(
@@ -122,17 +123,20 @@ _HEADS_MAX = 8
 
 
 class _Hit:
-    """The hit as numbers: what loading any range of it takes."""
+    """The hit as numbers: what loading any range of it takes, in time that hardly grows with the
+    number of runs: a prompt may lie scattered over tiers block by block.
+    """
 
     __slots__ = (
         "_block_bytes",
         "_block_tokens",
         "_cached",
-        "_fixed",
+        "_fixed_bytes",
         "_links",
+        "_tiers",
         "blocks",
+        "cumulated",
         "ends",
-        "runs",
     )
 
     def __init__(
@@ -146,17 +150,22 @@ class _Hit:
     ) -> None:
         assert block_tokens > 0
         assert block_bytes > 0
-        self.runs = [run for run in runs if run[1] > 0]
-        self.ends: list[int] = []
-        self.blocks = 0
-        for _, blocks in self.runs:
-            self.blocks += blocks
-            self.ends.append(self.blocks)
+        table = np.array([run for run in runs if run[1] > 0], np.int64).reshape(-1, 2)
+        self._tiers = table[:, 0]
+        self.ends = np.cumsum(table[:, 1])
+        self.blocks = int(self.ends[-1]) if len(table) else 0
+        self._fixed_bytes: dict[int, int] = {}
+        for tier, length_bytes in fixed:
+            self._fixed_bytes[tier] = self._fixed_bytes.get(tier, 0) + length_bytes
+        self.cumulated = {
+            tier: np.cumsum(np.where(self._tiers == tier, table[:, 1], 0))
+            for tier in np.unique(self._tiers).tolist()
+        }
+        """Blocks of a tier up to the end of each run."""
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._links = links
         self._cached = cached_tokens
-        self._fixed = fixed
 
     def tokens_at(self, blocks: int) -> int:
         """Position in the prompt behind so many blocks of the hit."""
@@ -164,70 +173,88 @@ class _Hit:
 
     def load(self, first: int, end: int, *, with_fixed: bool = True) -> _Load:
         """Blocks `[first, end)`, and what is fixed."""
-        bytes_of: dict[int, int] = {}
-        if with_fixed:
-            for tier, length_bytes in self._fixed:
-                bytes_of[tier] = bytes_of.get(tier, 0) + length_bytes
-        at = bisect_right(self.ends, first)
-        while first < end:
-            tier, run_end = self.runs[at][0], min(self.ends[at], end)
-            moved = (run_end - first) * self._block_bytes
-            bytes_of[tier] = bytes_of.get(tier, 0) + moved
-            first, at = run_end, at + 1
+        bytes_of = dict(self._fixed_bytes) if with_fixed else {}
+        low, high = self._before(first), self._before(end)
+        for tier, blocks in high.items():
+            if blocks > low[tier]:
+                moved = (blocks - low[tier]) * self._block_bytes
+                bytes_of[tier] = bytes_of.get(tier, 0) + moved
         return self._cost(bytes_of)
 
-    def prefixes(self) -> Iterator[tuple[int, _Load]]:
-        """(blocks, load) of every cut at the end of a run of one tier."""
-        bytes_of: dict[int, int] = {}
-        for tier, length_bytes in self._fixed:
-            bytes_of[tier] = bytes_of.get(tier, 0) + length_bytes
-        for (tier, blocks), end in zip(self.runs, self.ends, strict=True):
-            bytes_of[tier] = bytes_of.get(tier, 0) + blocks * self._block_bytes
-            yield end, self._cost(bytes_of)
+    def _before(self, at: int) -> dict[int, int]:
+        """Blocks of each tier among the first `at`."""
+        run = int(np.searchsorted(self.ends, at, side="right"))
+        found = {tier: int(sums[run - 1]) if run else 0 for tier, sums in self.cumulated.items()}
+        begun = at - (int(self.ends[run - 1]) if run else 0)
+        if begun:
+            found[int(self._tiers[run])] += begun
+        return found
+
+    def load_ms_to_ends(self) -> Floats:
+        """Of everything up to the end of each run, and what is fixed."""
+        total_ns = np.zeros(len(self.ends))
+        for tier in self.cumulated.keys() | self._fixed_bytes.keys():
+            link, fixed_bytes = self._links[tier], self._fixed_bytes.get(tier, 0)
+            blocks = self.cumulated.get(tier, 0)
+            moved = np.broadcast_to(blocks * self._block_bytes + fixed_bytes, total_ns.shape)
+            waits = (moved > 0) | (tier in self._fixed_bytes)
+            total_ns += moved * link.ideal_ns(1) + np.where(waits, link.fixed_ns(), 0.0)
+        return total_ns / _NS_PER_MS
+
+    def compute_ms_to_ends(self, prefill: PrefillCost) -> Floats:
+        """Of everything up to the end of each run."""
+        a, b = prefill
+        tokens = self.ends * float(self._block_tokens)
+        compute_ms: Floats = tokens * (a + b * (tokens + 2.0 * self._cached)) / _US_PER_MS
+        return compute_ms
 
     def by_tier(self, split: Split, prefill: PrefillCost | None) -> tuple[TierPlan, ...]:
         """What loading the head and the tail of `split` takes of each tier; the whole hit where
         neither has a block.
         """
         tail_from = split.head_blocks + split.computed_blocks
-        loads = ((0, split.head_blocks), (tail_from, tail_from + split.tail_blocks))
+        loads = [(0, split.head_blocks), (tail_from, tail_from + split.tail_blocks)]
         declined = not split.head_blocks + split.tail_blocks
         if declined:
-            loads = ((0, self.blocks), (0, 0))
-        bytes_of = {tier: 0 for tier, _ in self._fixed}
-        for tier, length_bytes in self._fixed:
-            bytes_of[tier] += length_bytes
-        found = dict.fromkeys(bytes_of, 0)
-        loaded, compute_ms = dict(found), dict.fromkeys(bytes_of, 0.0)
-        first = 0
-        for (tier, blocks), end in zip(self.runs, self.ends, strict=True):
-            found[tier] = found.get(tier, 0) + blocks
-            for load_first, load_end in loads:
-                low, high = max(load_first, first), min(load_end, end)
-                if low < high:
-                    loaded[tier] = loaded.get(tier, 0) + high - low
-                    spent_ms = _compute_ms(prefill, self.tokens_at(low), self.tokens_at(high))
-                    compute_ms[tier] = compute_ms.get(tier, 0.0) + spent_ms
-            first = end
+            loads = [(0, self.blocks)]
         plans = []
-        for tier in sorted(found):
-            blocks, link = loaded.get(tier, 0), self._links[tier]
-            length_bytes = bytes_of.get(tier, 0) + blocks * self._block_bytes
+        for tier in sorted(self.cumulated.keys() | self._fixed_bytes.keys()):
+            blocks, compute_ms, link = 0, 0.0, self._links[tier]
+            for first, end in loads:
+                count, spent_ms = self._of_tier(tier, first, end, prefill)
+                blocks, compute_ms = blocks + count, compute_ms + spent_ms
+            length_bytes = self._fixed_bytes.get(tier, 0) + blocks * self._block_bytes
             ideal_ns = link.ideal_ns(length_bytes)
             plans.append(
                 TierPlan(
                     tier,
-                    found[tier],
+                    int(self.cumulated[tier][-1]) if tier in self.cumulated else 0,
                     0 if declined else blocks,
                     length_bytes,
                     1e9 / link.ideal_ns(1),
                     link.queued_bytes,
                     ideal_ns / _NS_PER_MS,
                     (ideal_ns + link.fixed_ns()) / _NS_PER_MS if length_bytes else 0.0,
-                    compute_ms.get(tier, 0.0),
+                    compute_ms,
                 )
             )
         return tuple(plans)
+
+    def _of_tier(
+        self, tier: int, first: int, end: int, prefill: PrefillCost | None
+    ) -> tuple[int, float]:
+        """(blocks of a tier in `[first, end)`, milliseconds to compute them)."""
+        its = self._tiers == tier
+        starts = np.concatenate(([0], self.ends[:-1]))[its] if its.any() else self.ends[:0]
+        low = np.maximum(starts, first)
+        blocks = np.maximum(np.minimum(self.ends[its], end) - low, 0)
+        if prefill is None:
+            return int(blocks.sum()), 0.0
+        a, b = prefill
+        tokens = blocks * float(self._block_tokens)
+        before = self._cached + low * float(self._block_tokens)
+        spent_us = float((tokens * (a + b * (tokens + 2.0 * before))).sum())
+        return int(blocks.sum()), spent_us / _US_PER_MS
 
     def _cost(self, bytes_of: dict[int, int]) -> _Load:
         ideal_ns = fixed_ns = 0.0
@@ -243,13 +270,16 @@ def _serial(hit: _Hit, prefill: PrefillCost, end_tokens: int) -> tuple[Split, _L
     """Load a leading part, then compute the rest."""
     start = hit.tokens_at(0)
     compute_only_ms = _compute_ms(prefill, start, end_tokens)
-    best, best_load, best_gain_ms = 0, _NO_LOAD, 0.0
-    for blocks, load in hit.prefixes():
-        gain_ms = _compute_ms(prefill, start, hit.tokens_at(blocks)) - load.load_ms
-        if gain_ms >= best_gain_ms:
-            best, best_load, best_gain_ms = blocks, load, gain_ms
-    total_ms = compute_only_ms - best_gain_ms
-    return Split(Overlap.SERIAL, best, 0, 0, total_ms, compute_only_ms), best_load
+    gains_ms = hit.compute_ms_to_ends(prefill) - hit.load_ms_to_ends()
+    best = len(gains_ms) - 1 - int(np.argmax(gains_ms[::-1]))  # the last of equal ones
+    if gains_ms[best] < 0:
+        return Split(Overlap.SERIAL, 0, 0, 0, compute_only_ms, compute_only_ms), _NO_LOAD
+    blocks = int(hit.ends[best])
+    load = hit.load(0, blocks)
+    total_ms = load.load_ms + _compute_ms(prefill, hit.tokens_at(blocks), end_tokens)
+    # Two ways to the same sum may differ in their last digit.
+    total_ms = min(total_ms, compute_only_ms)
+    return Split(Overlap.SERIAL, blocks, 0, 0, total_ms, compute_only_ms), load
 
 
 def _layerwise(hit: _Hit, prefill: PrefillCost, end_tokens: int) -> tuple[Split, _Load]:
@@ -278,7 +308,7 @@ def _tail(hit: _Hit, prefill: PrefillCost, end_tokens: int) -> tuple[Split, _Loa
         Split(Overlap.TAIL, 0, hit.blocks, 0, compute_only_ms, compute_only_ms),
         _NO_LOAD,
     )
-    for head in (0, *hit.ends[:_HEADS_MAX]):
+    for head in (0, *hit.ends[:_HEADS_MAX].tolist()):
         head_load = hit.load(0, head, with_fixed=False) if head else _NO_LOAD
 
         def middle_ms(cut: int, head: int = head) -> float:
