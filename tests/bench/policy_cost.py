@@ -5,7 +5,11 @@ from __future__ import annotations
 import statistics
 from random import Random
 
+from kvstore.model.cost import PrefillCost
+from kvstore.model.plan import Overlap, Plan
 from kvstore.policy.choice import NAMES, policy_maker
+from kvstore.policy.links import Link
+from kvstore.policy.plan import plan, runs_of
 from kvstore.simulate.replay import Replay
 from kvstore.simulate.trace import Request
 from tests.bench.harness import Results, timed
@@ -14,12 +18,15 @@ BLOCKS = 20_000
 PROMPT_BLOCKS = 100
 EVICTED = 1_000
 ROUNDS = 15
+KEYS = 8_192
 
 
 def measure(results: Results) -> None:
     """Adds, for the slower policy: microseconds a block to evict 1,000 (choosing, forgetting), and
-    to use a prompt that is there.
+    to use a prompt that is there; and what it takes to weigh a prompt of 8,192 blocks, in one tier
+    and scattered over two block by block.
     """
+    _measure_plans(results)
     evict_us: dict[str, float] = {}
     touch_us: dict[str, float] = {}
     for name in NAMES:
@@ -30,6 +37,26 @@ def measure(results: Results) -> None:
     ):
         note = "worst of " + ", ".join(f"{name} {value:.1f}" for name, value in values.items())
         results.add(title, max(values.values()), "us", ROUNDS, note)
+
+
+def _measure_plans(results: Results) -> None:
+    memory = Link("host", bytes_per_second=4e9, latency_ns=5e5)
+    links = [memory, Link("disk", bytes_per_second=1e9, latency_ns=1e6, then=memory)]
+    cost = PrefillCost(20.76, 3.926e-4)
+    for title, codes in (
+        ("plan_8192_blocks_ms", bytes([1]) * KEYS),
+        ("plan_8192_scattered_blocks_ms", bytes([1, 2]) * (KEYS // 2)),
+    ):
+        took_ms = {}
+        for overlap in Overlap:
+
+            def weigh(codes: bytes = codes, overlap: Overlap = overlap) -> Plan:
+                return plan(runs_of(codes), 16, 4096, links, cost, 16 * KEYS, overlap=overlap)
+
+            assert weigh().load_blocks
+            took_ms[overlap.value] = statistics.median(timed(weigh) for _ in range(ROUNDS)) * 1e3
+        note = "worst of " + ", ".join(f"{name} {value:.2f}" for name, value in took_ms.items())
+        results.add(title, max(took_ms.values()), "ms", ROUNDS, note)
 
 
 def _measure(name: str) -> tuple[float, float]:
