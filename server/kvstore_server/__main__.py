@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import click
 
@@ -61,12 +62,21 @@ def serve(ctx: click.Context, config_path: str | None, ready_file: str | None) -
     # gRPC's own log is not ours to bound: a peer fills it with broken frames, and with any bytes.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Imported late, so that a mistake in the settings is told at once.
-    from kvstore_server import app, logs
-    from kvstore_server.ready import Announcer
+    from kvstore_server import disk, logs
 
     logs.configure(settings.server.log_level, settings.server.log_format)
     process.harden()
-    ctx.exit(app.serve(settings, Announcer(os.environ, ready_file)))
+    folder = disk.take_folder(settings)
+    try:
+        # Later still: the disk's index is examined meanwhile, which takes as long.
+        from kvstore_server import app
+        from kvstore_server.ready import Announcer
+
+        make = partial(app.App, disk_folder=folder)
+        ctx.exit(app.serve(settings, Announcer(os.environ, ready_file), make))
+    finally:
+        if folder is not None:
+            folder.close()
 
 
 @cli.command(context_settings=_ANY_SETTING)

@@ -20,8 +20,9 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.gc_collector import GCCollector
@@ -56,6 +57,9 @@ from kvstore_server.usage import USAGE_EVERY_S, start_record, usage_record
 
 if TYPE_CHECKING:
     from kvstore.tiers.disk.opening import DiskFolder
+if TYPE_CHECKING:
+    from kvstore.tiers.disk.opening import DiskFolder
+
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
@@ -69,9 +73,16 @@ class App:
     """One daemon. `run` is called once."""
 
     def __init__(
-        self, settings: Settings, announcer: Announcer, clock: Clock | None = None
+        self,
+        settings: Settings,
+        announcer: Announcer,
+        clock: Clock | None = None,
+        *,
+        disk_folder: DiskFolder | None = None,
     ) -> None:
+        """disk_folder: the disk tier's, if it was taken already (see `disk.take_folder`)."""
         self._settings = settings
+        self._disk_folder = disk_folder
         self._announcer = announcer
         self._clock = clock or SystemClock()
         self._stop = asyncio.Event()
@@ -110,7 +121,7 @@ class App:
         gates.clear_stale()
         self._undo.callback(gates.remove)
         tcp_files = tcp.read(settings)
-        parts = self._parts = Assembly(settings, self._clock)
+        parts = self._parts = Assembly(settings, self._clock, self._disk_folder)
         self._undo.callback(parts.close)
         unlocked = parts.host.stats().lock_reason
         if unlocked and settings.host.mlock == "auto":
@@ -356,7 +367,9 @@ class App:
         return bool(core.read_leases or core.write_leases) or self._store.busy
 
 
-def serve(settings: Settings, announcer: Announcer) -> int:
+def serve(
+    settings: Settings, announcer: Announcer, make: Callable[[Settings, Announcer], App] = App
+) -> int:
     """Runs a daemon in this process; the exit code. Raises StartError."""
     sys.setswitchinterval(
         0.0002
@@ -364,7 +377,7 @@ def serve(settings: Settings, announcer: Announcer) -> int:
 
     async def run() -> int:
         try:
-            return await App(settings, announcer).run()
+            return await make(settings, announcer).run()
         finally:
             # All is tidied up: one more signal does not make a failure of it.
             for number in process.END_SIGNALS:

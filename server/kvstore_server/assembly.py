@@ -36,6 +36,7 @@ from kvstore_server.disk import (
     disk_link,
     ledger_threads,
     make_disk,
+    take_folder,
 )
 from kvstore_server.fdreads import READS_MAX
 from kvstore_server.guarding import guard_limits, tell_of_guard
@@ -43,6 +44,7 @@ from kvstore_server.logs import event
 from kvstore_server.process import region_share, why_few_descriptors
 
 if TYPE_CHECKING:
+    from kvstore.tiers.disk.opening import DiskFolder
     from kvstore.tiers.disk.tier import DiskTier
 
 log = logging.getLogger(__name__)
@@ -61,8 +63,13 @@ _MIB = 1 << 20
 class Assembly:
     """The parts. `capacity_bytes` is what was granted, `wanted_bytes` what is configured."""
 
-    def __init__(self, settings: Settings, clock: Clock) -> None:
-        """Raises StartError; what was made until then is undone."""
+    def __init__(
+        self, settings: Settings, clock: Clock, disk_folder: DiskFolder | None = None
+    ) -> None:
+        """Raises StartError; what was made until then is undone.
+
+        disk_folder: the disk tier's, if it was taken already.
+        """
         self.wanted_bytes = settings.host.capacity_bytes or _quarter_of_memory()
         self.limits = settings.limits_for(self.wanted_bytes)
         grant = memory_budget.check(self.wanted_bytes, allow_smaller=settings.host.allow_smaller)
@@ -72,7 +79,8 @@ class Assembly:
             self.limits = settings.limits_for(self.capacity_bytes)
         self._undo = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
-            self.disk = make_disk(settings, clock)
+            folder = disk_folder or take_folder(settings)
+            self.disk = None if folder is None else make_disk(settings, clock, folder)
             if self.disk is not None:
                 undo.callback(self.disk.close)
             self.ledger = self._open_ledger(settings)

@@ -10,6 +10,7 @@ from kvstore.config import Settings
 from kvstore.policy.links import Link
 
 if TYPE_CHECKING:
+    from kvstore.tiers.disk.opening import DiskFolder
     from kvstore.tiers.disk.tier import DiskTier
 
 READERS = 8
@@ -32,20 +33,29 @@ BYTES_PER_SECOND = 1e9
 LATENCY_NS = 1_000_000
 
 
-def make_disk(settings: Settings, clock: Clock) -> DiskTier | None:
-    """The tier, its folder locked and not opened yet; None if there is none.
+def take_folder(settings: Settings) -> DiskFolder | None:
+    """The tier's folder, locked, its index being examined; None if there is none.
 
-    StartError: another daemon has the folder, or the path cannot be one.
+    Called before the rest of the daemon is imported: a child examines meanwhile. StartError:
+    another daemon has the folder, or the path cannot be one.
     """
-    disk = settings.disk
-    if not disk.path:
+    if not settings.disk.path:
         return None
     # Imported late: a daemon without the tier starts sooner.
     from kvstore.tiers.disk.opening import DiskFolder
+
+    folder = DiskFolder(settings.disk.path)
+    folder.examine_ahead()
+    return folder
+
+
+def make_disk(settings: Settings, clock: Clock, folder: DiskFolder) -> DiskTier:
+    """The tier, not opened yet."""
     from kvstore.tiers.disk.tier import DiskTier
 
+    disk = settings.disk
     return DiskTier(
-        DiskFolder(disk.path),
+        folder,
         capacity_bytes=disk.capacity_bytes,
         endurance_bytes_per_day=disk.endurance_bytes_per_day,
         clock=clock,

@@ -107,11 +107,12 @@ class LmdbIndex:
     A forked child must not use it: every call there is OSError (EBADF).
     """
 
-    def __init__(self, folder: str, slots: int = 0) -> None:
+    def __init__(self, folder: str, slots: int = 0, *, ahead: probe.Ahead | None = None) -> None:
         """Opens the index in `folder`, or makes it, whole or not at all, if there is none.
 
-        slots: how many it will probably hold; the map grows beyond. Unusable if what is there
-        cannot be trusted: it is not open then and can be renamed. OSError if the device refuses.
+        slots: how many it will probably hold; the map grows beyond. ahead: its examination, if that
+        was begun. Unusable if what is there cannot be trusted: it is not open then and can be
+        renamed. OSError if the device refuses.
         Takes about 0.1 s and 0.2 s a million rows, since a child examines the file first.
         """
         self._folder = os.path.abspath(folder)
@@ -137,7 +138,7 @@ class LmdbIndex:
         try:
             if not os.path.exists(self._path):
                 self._make()
-            elif reason := probe.examine(self._folder):
+            elif reason := ahead.verdict() if ahead is not None else probe.examine(self._folder):
                 raise Unusable(reason)
             remove_scratch(self._folder)
             with self._guard, self._errors():

@@ -38,7 +38,7 @@ from kvstore.tiers.disk.folder import (
 )
 from kvstore.tiers.disk.format import Fault
 from kvstore.tiers.disk.index import LmdbIndex
-from kvstore.tiers.disk.probe import DATA_FILE
+from kvstore.tiers.disk.probe import DATA_FILE, Ahead, begin
 from kvstore.tiers.disk.rows import Index, Unusable
 from kvstore.tiers.disk.scratch import Held
 
@@ -109,6 +109,7 @@ class DiskFolder:
         """
         self.path = path
         self._held: list[Held] = []
+        self._ahead: Ahead | None = None
         try:
             self._lock_fd = _lock(path)
         except BlockingIOError:
@@ -122,6 +123,12 @@ class DiskFolder:
                 raise StartError(Reason.START_DISK, detail, SETTING) from error
             log.error("disk tier: %s", detail)
 
+    def examine_ahead(self) -> None:
+        """Begins the examination of the index that is there, which `open` would wait for."""
+        with contextlib.suppress(OSError):
+            if self._holds_lock() and not strangers(self.path):
+                self._ahead = begin(self._of(INDEX_FOLDER))
+
     def open(self) -> Opened:
         self._let_go()
         if not self._holds_lock():
@@ -133,13 +140,17 @@ class DiskFolder:
             self.set_aside(reason)
         self._make()
         segments = self._of(SEGMENTS_FOLDER)
+        ahead, self._ahead = self._ahead, None
         try:
-            index = LmdbIndex(self._of(INDEX_FOLDER))
+            index = LmdbIndex(self._of(INDEX_FOLDER), ahead=ahead)
         except Unusable as unusable:
             reason = str(unusable)
             self.set_aside(reason)
             self._make()
             index = LmdbIndex(self._of(INDEX_FOLDER))
+        finally:
+            if ahead is not None:
+                ahead.close()
         try:
             for path in (segments, os.path.join(self._of(INDEX_FOLDER), DATA_FILE)):
                 self._held.append(Held(path))
@@ -184,6 +195,9 @@ class DiskFolder:
 
     def close(self) -> None:
         self._let_go()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)

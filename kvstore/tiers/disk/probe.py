@@ -57,6 +57,47 @@ def examine(folder: str) -> str:
     except OSError as error:
         log.warning("the index in %s is opened unexamined: %s", folder, error.strerror)
         return ""
+    return _verdict(folder, code, said)
+
+
+class Ahead:
+    """An examination that was begun before it is needed, by whoever holds the folder's lock."""
+
+    def __init__(self, folder: str) -> None:
+        """OSError: there is no file to examine, or no child to do it."""
+        self._folder = folder
+        self._file = _identity(folder)
+        self._child = _spawn(folder)
+
+    def verdict(self) -> str:
+        """What `examine` says; it is begun anew if the file is another one by now."""
+        said, _ = self._child.communicate()
+        if strange(self._folder) or self._file != _identity(self._folder):
+            return examine(self._folder)
+        return _verdict(self._folder, self._child.returncode, said)
+
+    def close(self) -> None:
+        """Ends it. Idempotent."""
+        if self._child.poll() is None:
+            self._child.kill()
+            self._child.communicate()
+
+
+def begin(folder: str) -> Ahead | None:
+    """Starts an examination; None where there is nothing to examine, as `examine` will say."""
+    try:
+        return None if strange(folder) or short(folder) else Ahead(folder)
+    except OSError:
+        return None
+
+
+def _identity(folder: str) -> tuple[int, ...]:
+    """Changes when the file is written or replaced."""
+    there = os.stat(os.path.join(folder, DATA_FILE))
+    return there.st_dev, there.st_ino, there.st_size, there.st_mtime_ns
+
+
+def _verdict(folder: str, code: int, said: bytes) -> str:
     if code == 0:
         return ""
     if -code in _DEADLY:
@@ -72,16 +113,20 @@ def examine(folder: str) -> str:
 
 def run(folder: str) -> tuple[int, bytes]:
     """The child's exit code, negative for a signal, and what it said. OSError: there is none."""
+    child = _spawn(folder)
+    said, _ = child.communicate()
+    return child.returncode, said
+
+
+def _spawn(folder: str) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    child = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-m", __name__, folder],
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        check=False,
     )
-    return child.returncode, child.stdout
 
 
 def strange(folder: str) -> str:

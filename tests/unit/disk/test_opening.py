@@ -249,6 +249,72 @@ def test_the_room_that_is_kept_is_no_way_out_of_the_folder(
     assert outside.read_text() == "theirs"
 
 
+# ---------------------------------------------------------------- examined ahead
+
+
+def ruin(path: Path) -> None:
+    """Both roots are gone, the size is as it was."""
+    data = path / "index" / "data.mdb"
+    data.write_bytes(bytes(data.stat().st_size))
+
+
+def children() -> set[str]:
+    """Of this process, dead ones that nobody has heard of included."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {pid for path in lists for pid in path.read_text().split()}
+
+
+def test_an_index_that_was_examined_ahead_is_opened_by_that_verdict(tmp_path: Path) -> None:
+    folder = DiskFolder(str(tmp_path))
+    fill(folder)
+    folder.examine_ahead()
+    assert segments(folder) == (1, "")
+    ruin(tmp_path)
+    folder.examine_ahead()
+    assert segments(folder) == (0, "damaged-no-root")
+    assert asides(tmp_path) == ["1-damaged-no-root"]
+    folder.close()
+
+
+def test_a_verdict_is_only_over_the_file_that_was_examined(tmp_path: Path) -> None:
+    folder = DiskFolder(str(tmp_path))
+    fill(folder)
+    before = children()
+    folder.examine_ahead()
+    for pid in children() - before:  # it has found all well
+        os.waitid(os.P_PID, int(pid), os.WEXITED | os.WNOWAIT)
+    ruin(tmp_path)
+    assert segments(folder) == (0, "damaged-no-root")
+    fill(folder)
+    folder.examine_ahead()
+    (tmp_path / FORMAT_FILE).unlink()
+    assert segments(folder) == (0, "no-format")
+    fill(folder)
+    assert segments(folder) == (1, "")
+    folder.close()
+
+
+def test_there_may_be_nothing_to_examine_ahead(tmp_path: Path) -> None:
+    folder = DiskFolder(str(tmp_path / "disk"))
+    folder.examine_ahead()
+    fill(folder)
+    (tmp_path / "disk" / "index" / "data.mdb").unlink()
+    os.mkfifo(tmp_path / "disk" / "index" / "data.mdb")
+    folder.examine_ahead()
+    assert segments(folder) == (0, "strange-data.mdb")
+    folder.close()
+
+
+def test_a_folder_that_is_given_up_leaves_no_child(tmp_path: Path) -> None:
+    folder = DiskFolder(str(tmp_path))
+    fill(folder)
+    before = children()
+    folder.examine_ahead()
+    assert len(children() - before) == 1
+    folder.close()
+    assert children() <= before
+
+
 def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "aside").mkdir()
