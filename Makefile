@@ -52,9 +52,9 @@ $(ENGINES)/installed: constraints/engines.txt
 	$(ENGINES)/bin/python -m pip install --progress-bar off -q --only-binary :all: --no-deps -r constraints/engines.txt
 	@touch $@
 
-# One process: each engine takes the cores that there are.
+# One process: each engine takes the cores that there are. Warnings are those of vLLM and torch.
 test-engines: $(ENGINES)/installed
-	$(ENGINES)/bin/python -m pytest tests/engines -p no:cacheprovider --durations=10
+	$(ENGINES)/bin/python -m pytest tests/engines -p no:cacheprovider -W ignore --durations=10
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .

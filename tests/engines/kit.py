@@ -22,8 +22,8 @@ from tests.daemon import Daemon, _python_path
 from tests.engines.engine_child import MARK
 from tests.engines.models import VOCABULARY
 
-START_S = 150.0
-ANSWER_S = 90.0
+START_S = 300.0
+ANSWER_S = 180.0
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 300
 STORED_TOKENS = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS

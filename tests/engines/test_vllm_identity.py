@@ -17,7 +17,7 @@ from tests.daemon import Daemon
 from tests.engines.conftest import write_model
 from tests.engines.kit import STORED_TOKENS, Engine, check_ended_well, operator, prompts
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 ASKED = prompts(2, seed=21)
 

@@ -19,7 +19,7 @@ import pytest
 from tests.daemon import Daemon
 from tests.engines.kit import STORED_TOKENS, Engine, check_ended_well, operator, prompts
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 EARLY = prompts(2, seed=10)  # before there is a daemon
 FIRST = prompts(3, seed=11)
@@ -168,4 +168,19 @@ def test_what_was_stored_is_restored_from_disk_after_a_kill(
 ) -> None:
     daemon.start()
     until_in_use(reader, daemon, without)
+    check(reader, DISK, without, STORED_TOKENS)
+
+
+def test_after_a_reset_nothing_that_was_stored_before_is_used(
+    reader: Engine, daemon: Daemon, without: dict[str, list[int]]
+) -> None:
+    """vLLM resets the connector after an update of the weights, which may be others then."""
+    reader.send({"reset": True, "connector": True})
+    assert reader.receive()["reset"]
+    check(reader, DISK, without, 0)
+    held = [space for space in operator(daemon, "spaces")["spaces"] if space["state"] == "held"]
+    assert [space["fingerprint"]["identity"]["weight_epoch"] for space in held] == [1]
+    # It is still of use to this engine itself.
+    reader.send({"reset": True, "connector": False})
+    assert reader.receive()["reset"]
     check(reader, DISK, without, STORED_TOKENS)

@@ -72,8 +72,8 @@ class Answer(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Milliseconds that one call of a kind may take; what is not done by then is a miss, or is not
-    stored.
+    """Milliseconds that a lookup or a store may take, and a load from its submission on; what is
+    not done by then is a miss, or is not stored.
     """
 
     lookup_ms: int = 250
@@ -143,6 +143,7 @@ class _Question:
 class _Job:
     """`keys[i]` belongs to `rows[i]`; `chain`: the prompt's keys up to the last of them."""
 
+    submitted_ns: int
     job_id: int
     request_id: str
     load: bool
@@ -245,7 +246,9 @@ class AsyncTier:
         self, job_id: int, request_id: str, keys: Sequence[bytes], rows: Sequence[int]
     ) -> None:
         """Fill these rows. The keys are in the order of the prompt."""
-        self._submit(_Job(job_id, request_id, True, tuple(keys), tuple(rows)), self._loads)
+        now_ns = self._clock_ns()
+        job = _Job(now_ns, job_id, request_id, True, tuple(keys), tuple(rows))
+        self._submit(job, self._loads)
 
     def submit_store(
         self,
@@ -258,7 +261,8 @@ class AsyncTier:
         """Store these rows. `chain`: the keys of the prompt from its first block to the last of
         `keys`, all of which are in it; what is not in it is not stored.
         """
-        job = _Job(job_id, request_id, False, tuple(keys), tuple(rows), tuple(chain))
+        now_ns = self._clock_ns()
+        job = _Job(now_ns, job_id, request_id, False, tuple(keys), tuple(rows), tuple(chain))
         self._submit(job, self._stores)
 
     def _submit(self, job: _Job, lane: Lane[_Job]) -> None:
@@ -388,12 +392,17 @@ class AsyncTier:
     def _load(self, job: _Job) -> None:
         rows = self._rows
         assert rows is not None  # let go of only after the lanes have ended
+        # The request waits from its submission on, behind others too.
+        waited_ms = (self._clock_ns() - job.submitted_ns) // 1_000_000
+        if waited_ms >= self._deadlines.load_ms:
+            self._fail(job)
+            return
         begun = time.perf_counter()
         fetched: Fetched = self._spaces.current().fetch(
             [self._key_of(key) for key in job.keys],
             [rows[row, : self._content_bytes] for row in job.rows],
             request_id=_trace_id(job.request_id),
-            deadline_ms=self._deadlines.load_ms,
+            deadline_ms=self._deadlines.load_ms - waited_ms,
         )
         keys = job.keys[: fetched.blocks]
         self._count("load_loaded", len(keys))

@@ -71,6 +71,11 @@ _ANSWERS: Final = {
 }
 
 
+def reader_of(version: str) -> str | None:
+    """The module that reads the facts of this version of vLLM; None: it is not supported."""
+    return VERSIONS.get(".".join(version.split(".")[:2]))
+
+
 def _no_jobs() -> Iterable[JobResult]:
     return ()
 
@@ -117,15 +122,15 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
 
     @staticmethod
     def _start(given: dict[str, Any], spec: Any, view: memoryview) -> AsyncTier:
-        minor = ".".join(vllm.__version__.split(".")[:2])
-        if minor not in VERSIONS:
-            raise Refused(f"vLLM {minor} is not one of {', '.join(VERSIONS)}")
+        reader = reader_of(vllm.__version__)
+        if reader is None:
+            raise Refused(f"vLLM {vllm.__version__} is not one of {', '.join(VERSIONS)}")
         options = Options.of(given)
         deadlines = Deadlines(
             options.lookup_deadline_ms, options.load_deadline_ms, options.store_deadline_ms
         )
         rows = np.frombuffer(view.cast("B"), np.uint8).reshape(len(view), -1)
-        facts: Facts = importlib.import_module(VERSIONS[minor]).facts_of(spec, rows.shape[1])
+        facts: Facts = importlib.import_module(reader).facts_of(spec, rows.shape[1])
         fingerprint = fingerprint_of(
             facts,
             model_name=options.model_name,
@@ -219,8 +224,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
 
     @guarded(_no_jobs)
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        failed, self._failed = self._failed, []
         done = [] if self._tier is None else self._tier.finished()
+        failed, self._failed = self._failed, []
         return [*failed, *map(_result, done)]
 
     @guarded(lambda: None)

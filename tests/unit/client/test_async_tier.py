@@ -188,6 +188,10 @@ def test_a_finished_request_is_forgotten_and_its_late_answer_harms_nobody(stage:
 def test_an_answer_that_does_not_come_is_a_miss_after_a_while(stage: Stage) -> None:
     """Whatever holds the lookups up: the engine does not wait for ever."""
     (key,) = engine_keys(1)
+    other = Stage(stage.store)
+    filled(other, 1)
+    other.put([key], [0])
+    other.tier.close()
     stage.tier.lookup("r", key)
     stage.tier.end_step()
     stage.clock.advance(0.4)
@@ -195,9 +199,8 @@ def test_an_answer_that_does_not_come_is_a_miss_after_a_while(stage: Stage) -> N
     stage.clock.advance(0.2)
     assert stage.tier.lookup("r", key) is Answer.MISS
     assert stage.tier.counted() == {"lookup_late": 1}
-    filled(stage, 1)
-    stage.put([key], [0])
-    stage.tier.work()
+    assert stage.tier.work()
+    assert stage.tier.counted() == {"lookup_hit": 1}
     assert stage.tier.lookup("r", key) is Answer.MISS, "too late is too late"
 
 
@@ -352,6 +355,35 @@ def test_after_close_nothing_is_touched_and_every_job_ends(stage: Stage) -> None
     stage.tier.lookup("new", keys[0])
     stage.tier.end_step()
     assert stage.tier.lookup("new", keys[0]) is Answer.MISS
+    stage.tier.close()
+
+
+def test_a_job_that_no_thread_takes_any_more_ends(stage: Stage) -> None:
+    keys = engine_keys(1)
+    stage.tier._loads.close()
+    assert not stage.load(keys, [0]).success
+
+
+def test_a_load_has_its_time_from_its_submission_on(store: FakeStore) -> None:
+    """A request waits behind the loads of others, too; what is left of its time is its own."""
+    leases_ms: list[int] = []
+
+    def answer(method: str, request: Any) -> Any:
+        if method == "Acquire":
+            leases_ms.append(request.ttl_ms)
+        return store.answer(method, request)
+
+    stage = Stage(store, answer)
+    keys = engine_keys(1)
+    filled(stage, 1)
+    stage.put(keys, [0])
+    for job_id, waited_s, success in ((101, 1.5, True), (102, 2.0, False)):
+        stage.tier.submit_load(job_id, "r", keys, [5])
+        stage.clock.advance(waited_s)
+        stage.tier.work()
+        assert [done.success for done in stage.tier.finished()] == [success]
+    assert len(leases_ms) == 1, "what is too late is not even asked for"
+    assert leases_ms[0] <= 500 + 50
     stage.tier.close()
 
 

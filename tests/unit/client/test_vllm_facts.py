@@ -251,6 +251,17 @@ def test_a_reset_is_another_space_each_time() -> None:
     store.close()
 
 
+def test_after_a_reset_a_digest_of_files_says_nothing_any_more(tmp_path: Path) -> None:
+    store = FakeStore()
+    client = Client("/fake", transport=store.transport)
+    spaces = ModelSpaces(client, model(revision=None), weights=weights_of(tmp_path / "m", b"one"))
+    spaces.reset()
+    spaces.current()
+    assert spaces.fingerprint.identity.weights_revision is None
+    spaces.close()
+    store.close()
+
+
 def test_files_that_changed_since_a_moment(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"weights")
