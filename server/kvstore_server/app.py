@@ -52,11 +52,8 @@ from kvstore_server.metrics import Metrics
 from kvstore_server.ready import Announcer
 from kvstore_server.sinks import Sink, SinkRing
 from kvstore_server.tracefile import TraceFile
-
 from kvstore_server.usage import USAGE_EVERY_S, start_record, usage_record
 
-if TYPE_CHECKING:
-    from kvstore.tiers.disk.opening import DiskFolder
 if TYPE_CHECKING:
     from kvstore.tiers.disk.opening import DiskFolder
 
@@ -139,6 +136,8 @@ class App:
         # again.
         gc.collect()
         gc.freeze()
+        if self._trace_file is not None:
+            self._trace_file.append(start_record(settings, self._store, self._clock))
         self._state = "ready"
         self._announce(gates, http)
 
@@ -147,8 +146,6 @@ class App:
         sinks: list[Sink] = []
         if trace.file:
             self._trace_file = TraceFile(trace.file, self._clock)
-        if self._trace_file is not None:
-            self._trace_file.append(start_record(settings, self._store, self._clock))
             self._undo.callback(self._trace_file.close)
             sinks.append(self._trace_file)
         if record.path:
@@ -282,31 +279,31 @@ class App:
     async def _main_loop(self) -> None:
         loop = asyncio.get_running_loop()
         grow_s = loop.time() + GROW_EVERY_S
+        usage_s = loop.time()
         while not self._stop.is_set():
             self._store.tick()
             if loop.time() >= grow_s:
                 self._parts.grow()
                 grow_s = loop.time() + GROW_EVERY_S
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), TICK_S)
-
-        usage_s = loop.time()
-    def _handle_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in process.END_SIGNALS:
-            loop.add_signal_handler(number, self._signalled, number)
-        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
             if loop.time() >= usage_s:
                 self._note_usage()
                 usage_s = loop.time() + USAGE_EVERY_S
-        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), TICK_S)
 
-    def _signalled(self, number: int) -> None:
     def _note_usage(self) -> None:
         """For the trace file alone: nobody asked."""
         if self._trace_file is not None:
             self._trace_file.append(usage_record(self._store, self._metrics, self._clock))
 
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in process.END_SIGNALS:
+            loop.add_signal_handler(number, self._signalled, number)
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+
+    def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._stop.is_set():
             event(log, logging.WARNING, "second signal: ending at once", signal=name)
@@ -337,6 +334,7 @@ class App:
 
     async def _shutdown(self) -> None:
         self._state = "draining"
+        self._note_usage()
         self._announcer.stopping()
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._grace_s
@@ -345,7 +343,6 @@ class App:
             await listener.announce_end()
         # Reads and running writes may end; only then are calls refused. Meanwhile what only memory
         # has goes to slower tiers, the warmest first.
-        self._note_usage()
         saving, failed = True, self._saves_failed
         while loop.time() < end_s and not self._hurry.is_set():
             saving = saving and self._saves_failed == failed and self._store.save_warmest() > 0
