@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from kvstore.model.cost import PrefillCost, check_cost
 from kvstore.model.reasons import BadRequest, Reason
+from kvstore.model.seeds import seed_named
 
 __all__ = ["ClientConfig", "TransportKind"]
 
@@ -46,8 +47,9 @@ class ClientConfig:
         slower where none is. Change it: to 1 if the engine needs every core meanwhile.
     async_threads: most operations of one AsyncClient at once; those beyond wait in line. Change it:
         to more if that many requests wait for blocks of another engine at the same time.
-    prefill: the model's prefill cost, so that lookups say whether loading is worth it; a lookup may
-        bring its own. None: calibrated from `observe_prefill`; without that no gate.
+    prefill: the model's prefill cost, so that lookups say whether loading is worth it; or the name
+        of a measured one, as "Llama-3.1-8B 1xH100" (`kvstore plan --list`). A lookup may bring its
+        own. It is a beginning: `observe_prefill` calibrates it. None: no gate until then.
     tls_ca_file: of a tcp:// target: authorities that sign the daemon's certificate, PEM. Change it:
         and the next three, for every target over TCP, which has no other way in.
     tls_cert_file: this client's certificate. Change it: see tls_ca_file; all files are read again
@@ -66,7 +68,7 @@ class ClientConfig:
     populate: bool = True
     copy_threads: int = 2
     async_threads: int = 32
-    prefill: PrefillCost | None = None
+    prefill: PrefillCost | str | None = None
     tls_ca_file: str = ""
     tls_cert_file: str = ""
     tls_key_file: str = ""
@@ -89,7 +91,13 @@ class ClientConfig:
                 raise BadRequest(Reason.BAD_NAME, f"{name} must be a str", name)
         if type(self.populate) is not bool:
             raise BadRequest(Reason.BAD_REQUEST, "populate must be a bool", "populate")
-        check_cost(self.prefill)
+        check_cost(self.prefill_cost)
+
+    @property
+    def prefill_cost(self) -> PrefillCost | None:
+        """`prefill` as a cost. BadRequest: there is none of that name."""
+        given = self.prefill
+        return seed_named(given).cost if isinstance(given, str) else given
 
 
 def check_deadline_ms(value: object) -> int:

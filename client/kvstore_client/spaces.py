@@ -61,7 +61,7 @@ class SpaceCore:
     def __init__(self, root: Root, fingerprint: Fingerprint, rank: int | Rank) -> None:
         self.root = root
         self.spec, self.writes_part = spec_of(fingerprint, rank)
-        self.prefill = PrefillFit(root.config.prefill)
+        self.prefill = PrefillFit(root.config.prefill_cost)
 
     # ---------------------------------------------------------------- arguments
 

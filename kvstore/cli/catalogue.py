@@ -18,6 +18,7 @@ import click
 
 from kvstore.model.cost import PrefillCost
 from kvstore.model.kv_bytes import AttentionLayers, ModelShape
+from kvstore.model.seeds import SEEDS
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -145,15 +146,7 @@ def link(text: str) -> LinkSpeed:
 @cache
 def fits() -> tuple[Fit, ...]:
     """All known prefill fits."""
-    return tuple(
-        Fit(
-            f"{row['model']} {row['gpus']}",
-            row["model"],
-            PrefillCost(row["a_us_per_token"], row["b_us_per_token2"]),
-            row["max_error_percent"],
-        )
-        for row in _document()["prefill"]
-    )
+    return tuple(Fit(seed.name, seed.model, seed.cost, seed.max_error_percent) for seed in SEEDS)
 
 
 def fit(name: str) -> Fit:

@@ -37,6 +37,7 @@ def test_every_field_is_documented_with_when_to_change_it() -> None:
         ("copy_threads", 3),
         ("async_threads", 0),
         ("prefill", PrefillCost(-1.0, 0.0)),
+        ("prefill", "Llama-3.1-8B 1xH1000"),
         ("tls_ca_file", None),
         ("tls_cert_file", b"x"),
         ("tls_key_file", "a\0"),
@@ -48,6 +49,13 @@ def test_a_wrong_value_is_refused_by_name(field: str, wrong: Any) -> None:
     with pytest.raises(BadRequest) as caught:
         ClientConfig(**{field: wrong})
     assert caught.value.setting == field
+
+
+def test_a_prefill_cost_may_be_named() -> None:
+    cost = ClientConfig(prefill="llama-3.1-8b 1xH100").prefill_cost
+    assert cost == PrefillCost(20.76, 3.926e-4)
+    assert ClientConfig(prefill=PrefillCost(1.0, 0.0)).prefill_cost == PrefillCost(1.0, 0.0)
+    assert ClientConfig().prefill_cost is None
 
 
 def test_it_cannot_be_changed() -> None:
