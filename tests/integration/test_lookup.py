@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -16,6 +15,7 @@ from kvstore.model.reasons import Reason
 from kvstore.model.record import Outcome, Stage
 from kvstore.wire.v1 import store_pb2 as pb
 from tests.e2e.stage import BLOCK_TOKENS, Prompt, altered, model
+from tests.integration.polling import within
 from tests.integration.stack import HOST_BYTES_PER_SECOND, Stack
 from tests.rawclient import RawClient, reason
 
@@ -230,7 +230,7 @@ def test_a_measured_load_moves_the_next_plan(
 
         def load(elapsed_s: float, claimed_s: float) -> None:
             leased = client.acquire(space, PROMPT.keys)
-            time.sleep(elapsed_s)
+            within(elapsed_s, lambda: False)
             report = pb.LoadReport(
                 lease_id=leased.lease_id,
                 blocks=BLOCKS,

@@ -23,6 +23,7 @@ SLEEPS = {"time.sleep", "asyncio.sleep"}
 SLEEP_ALLOWED = (
     "tests/e2e/",
     "tests/field/",
+    "tests/audit/",
     "tests/bench/",
     "tests/torture/",
     "tests/soak",
