@@ -285,9 +285,9 @@ class Space:
         call and never waits; True if the daemon will be told (some time soon, with the releases).
 
         hit, fetched: of its lookup and of its load, None: nothing was loaded. first_token_ms,
-        prefill_ms: 0 if they are not measured. computed_tokens: None: the prompt less what was
-        loaded. prompt_tokens: 0: as the lookup knew it. failed: the engine did not answer the
-        request. BadRequest for figures that cannot be.
+        prefill_ms: 0 if they are not measured; the latter calibrates, too (see observe_prefill).
+        computed_tokens: None: the prompt less what was loaded. prompt_tokens: 0: as the lookup knew
+        it. failed: the engine did not answer the request. BadRequest for figures that cannot be.
         """
         return self._core.report(
             report_of(

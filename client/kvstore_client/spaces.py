@@ -285,6 +285,10 @@ class SpaceCore:
     def report(self, report: pb.RequestReport) -> bool:
         """Sends a report (see `outcomes`) some time soon; False if there is nobody to be told."""
         check_request_id(report.request_id)
+        if report.prefill_us and not report.failed:
+            # The same figures tell what prefill costs; what is no prefill is ignored there.
+            cached = report.prompt_tokens - report.computed_tokens
+            self.prefill.observe(report.prompt_tokens, cached, report.prefill_us)
         link = self.root.link()
         session, _ = link.peek()
         binding = None if session is None else session.spaces.get(self.spec.fingerprint.digest)

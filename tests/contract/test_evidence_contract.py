@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.model.cost import PrefillCost
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore.model.sampling import Arm
 from kvstore_client import ClientConfig, Tolerance
@@ -79,6 +80,22 @@ def test_a_report_goes_with_the_releases(make: MakeClient, store: FakeStore) -> 
     assert sent.space_id
     assert sent.load_us > 0
     assert not sent.failed
+
+
+def test_a_report_of_a_prefill_calibrates_its_cost(make: MakeClient, store: FakeStore) -> None:
+    space = make(transport=store.transport).space(MODEL)
+    hit = space.lookup(tokens(2))
+    truth = PrefillCost(100.0, 0.05)
+    for count in (100, 200, 400, 800, 1_600, 3_200, 6_400, 12_800):
+        cached = count // 4
+        took_ms = truth.prefill_us(count, cached) / 1e3
+        told = {"prompt_tokens": count, "computed_tokens": count - cached, "prefill_ms": took_ms}
+        space.report(hit, **told)
+        space.report(hit, **(told | {"prefill_ms": 9 * took_ms}), failed=True)
+    cost = space.observe_prefill(0, 0, 1.0)  # none, which is ignored
+    assert cost is not None
+    assert cost.a_us_per_token == pytest.approx(truth.a_us_per_token, rel=0.01)
+    assert cost.b_us_per_token2 == pytest.approx(truth.b_us_per_token2, rel=0.01)
 
 
 def test_a_report_of_what_was_held_out_says_so(make: MakeClient, store: FakeStore) -> None:
