@@ -17,7 +17,7 @@ from kvstore.wire.v1 import store_pb2 as pb
 from tests.e2e.stage import BLOCK_TOKENS, Prompt, altered, model
 from tests.integration.polling import within
 from tests.integration.stack import HOST_BYTES_PER_SECOND, Stack
-from tests.rawclient import RawClient, reason
+from tests.rawclient import RawClient, Refused, reason
 
 MODEL = model()
 WINDOW = altered(model(8192), "geometry", cache_group="window", window_tokens=64)
@@ -209,6 +209,30 @@ def test_the_plan_declines_what_is_faster_to_compute(stack: Stack, client: RawCl
     counters = stack.counters()
     assert counters['kvstore_declined_tokens_total{tenant="default"}'] == 256
     assert 'kvstore_hit_tokens_total{tenant="default",tier="host"}' not in counters
+
+
+def test_the_plan_cuts_the_hit_for_what_the_engine_can_do_at_once(client: RawClient) -> None:
+    space = store(client, PROMPT, [True] * BLOCKS)
+    cost = pb.PrefillCost(a_us_per_token=5.0)  # 1.3 ms, which take about 0.6 to load
+    plans = {
+        overlap: ask(
+            client, query(space, PROMPT), prefill=cost, prompt_tokens=256, overlap=overlap
+        ).plan
+        for overlap in (pb.OVERLAP_SERIAL, pb.OVERLAP_TAIL)
+    }
+    serial, tail = plans[pb.OVERLAP_SERIAL], plans[pb.OVERLAP_TAIL]
+    assert (serial.load_blocks, serial.head_blocks, serial.tail_blocks) == (BLOCKS, BLOCKS, 0)
+    (host,) = serial.tiers
+    assert (host.tier, host.found_blocks, host.load_blocks) == (1, BLOCKS, BLOCKS)
+    assert host.load_ms == pytest.approx(serial.load_ms) == serial.total_ms
+    assert serial.compute_only_ms == pytest.approx(1.28)
+    assert tail.head_blocks == 0
+    assert 0 < tail.tail_blocks == tail.load_blocks < BLOCKS
+    assert tail.computed_blocks + tail.tail_blocks == BLOCKS
+    assert tail.total_ms < serial.total_ms
+    with pytest.raises(Refused) as refused:
+        ask(client, query(space, PROMPT), overlap=9)
+    assert refused.value.reason is Reason.BAD_REQUEST
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2**32 - 1])
