@@ -181,7 +181,9 @@ class Engine:
         self.process.wait(30)
 
 
-OUR_FAULTS = re.compile(r"kvstore: .* failed|kvstore is off|EngineDeadError|Failed to (shut|close)")
+OUR_FAULTS = re.compile(
+    r"(adapter|operation) failed|told once|kvstore is off|EngineDeadError|Failed to (shut|close)"
+)
 
 
 def check_ended_well(engine: Engine) -> None:

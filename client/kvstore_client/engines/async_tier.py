@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
+TOLD_MAX = 64
+"""Kinds of refusals that are logged."""
 REQUEST_ID_BYTES_MAX = 128
 """Of the engine's request id in the daemon's trace."""
 
@@ -374,16 +376,21 @@ class AsyncTier:
             )
 
     def _tell_why(self, hit: Hit) -> None:
-        """Once for each kind of refusal: why an engine gets nothing is the first thing asked."""
-        if hit.reason.is_miss and hit.reason is not Reason.MISS_INCOMPATIBLE:
+        """Once for each kind: why an engine gets nothing is the first thing that is asked."""
+        ordinary = hit.reason.is_miss and hit.reason is not Reason.MISS_INCOMPATIBLE
+        if ordinary or hit.reason is Reason.OK:
             return
-        if hit.reason is Reason.OK:
+        fields = "; ".join(str(difference) for difference in hit.differences)
+        kind = f"{hit.reason.name} {fields}"
+        if kind in self._told or len(self._told) >= TOLD_MAX:
             return
-        fields = ", ".join(str(difference) for difference in hit.differences)
-        text = f"{hit.reason.name}: {hit.detail or hit.reason.text}{' ' if fields else ''}{fields}"
-        if text not in self._told and len(self._told) < 64:
-            self._told.add(text)
-            log.warning("kvstore: a lookup found nothing. %s", text)
+        self._told.add(kind)
+        log.warning(
+            "kvstore: a lookup found nothing. %s: %s %s",
+            hit.reason.name,
+            hit.detail or hit.reason.text,
+            fields,
+        )
 
     def _give_up_lookup(self, questions: list[_Question]) -> None:
         self._answers.append([(a, Answer.MISS) for question in questions for a in question.asked])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 
 from kvstore.model.keys import chain_digests
+from kvstore.model.reasons import Reason
 from kvstore_client import Client, ClientConfig, PrefillCost
 from kvstore_client.engines.async_tier import Answer, AsyncTier, Deadlines
 from kvstore_client.engines.lanes import Lane
 from kvstore_client.engines.model_spaces import ModelSpaces
 from kvstore_client.engines.vllm_facts import key_of
-from kvstore_client.testing import NEVER, FakeClock, FakeStore, FakeTransport
+from kvstore_client.testing import NEVER, FakeClock, FakeStore, FakeTransport, refusal
 from tests.client_kit import model, rows
 
 ROWS = 12
@@ -319,6 +321,27 @@ def test_a_daemon_that_dies_between_answer_and_load_is_a_miss_once(store: FakeSt
     assert not stage.load(keys, [4, 5, 6]).keys
     assert stage.ask(keys) == [Answer.MISS] * 3
     stage.tier.close()
+
+
+def test_why_nothing_is_found_is_told_once_and_ordinary_misses_never(
+    store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    details = iter(("first", "second"))
+
+    def answer(method: str, request: Any) -> Any:
+        return refusal(Reason.DRAINING, next(details)) if method == "Lookup" else store.answer(
+            method, request
+        )  # fmt: skip
+
+    ordinary, refused = Stage(store), Stage(store, answer)
+    with caplog.at_level(logging.WARNING):
+        ordinary.ask(engine_keys(1))
+        assert not caplog.records
+        refused.ask(engine_keys(1, prompt=1))
+        refused.ask(engine_keys(1, prompt=2))
+    assert [record.getMessage().count("DRAINING") for record in caplog.records] == [1]
+    ordinary.tier.close()
+    refused.tier.close()
 
 
 def test_drain_ends_waiting_jobs_and_forgets_what_was_stored(stage: Stage) -> None:
