@@ -18,6 +18,10 @@ COLDEST_MAX = 8_192
 """Blocks of a pool that are looked at in one go: about a millisecond."""
 HOTTEST_MAX = 1_024
 LOOK_EVERY_NS = 500_000_000
+MOVING_NS = 20_000_000
+"""While blocks are being stored or loaded, it is looked so often at most: they have taken their
+slots already, and what they tell of what is used again is not known before they are there.
+"""
 
 
 class Ahead:
@@ -27,6 +31,8 @@ class Ahead:
         self.books = books
         self.moves = moves
         self._looked: dict[Pool, tuple[int, int]] = {}
+        self._seen_ns = 0
+        self._ended = 0
         self._ending = False
 
     def save_coldest(self, now_ns: int) -> int:
@@ -35,6 +41,8 @@ class Ahead:
         """
         begun = self.books.moving
         share = self.books.limits.save_ahead_share
+        if share and self._waits(now_ns):
+            return 0
         for arena, archive in self._arenas() if share else ():
             ahead_bytes = int(share * arena.capacity_bytes)
             for pool in arena.pools.values():
@@ -43,6 +51,16 @@ class Ahead:
                 if wanted > 0 and self._is_due(pool, arena.evictions, wanted, now_ns):
                     self._save_coldest(pool, archive, wanted)
         return self.books.moving - begun
+
+    def _waits(self, now_ns: int) -> bool:
+        """Whether blocks are on their way in, and no save has made room for another since."""
+        books = self.books
+        ended = books.counters["saved"] + books.counters["saves_failed"]
+        coming = len(books.flights) > books.moving
+        if coming and ended == self._ended and now_ns - self._seen_ns < MOVING_NS:
+            return True
+        self._seen_ns, self._ended = now_ns, ended
+        return False
 
     def _is_due(self, pool: Pool, evictions: int, wanted: int, now_ns: int) -> bool:
         """Whether another look is worth its time: some went since, or it was a while ago."""

@@ -133,8 +133,11 @@ class Prompts:
 
 def _look(prompts: deque[_Open], record: Record) -> bool:
     for prompt in _latest(prompts):
-        if prompt.keys != record.keys or not prompt.may_be(record, LOOK_AGAIN_S):
+        if not prompt.keys.endswith(record.keys) or not prompt.may_be(record, LOOK_AGAIN_S):
             continue
+        if len(prompt.keys) > len(record.keys):
+            prompt.join(record)  # what is left of a prompt that is loaded piece by piece
+            return False
         if prompt.named(record) or not (prompt.read or prompt.written):
             prompt.join(record)
             return False

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore.model.hits import ABSENT
-from kvstore.tiers.disk.ring import NO_SEGMENT, Ring, Slot
+from kvstore.tiers.disk.ring import NO_SEGMENT, Ring, Slot, Victim
 
 RECORD_BYTES = 4096
 _TENANT = bytes(16)
@@ -18,13 +18,17 @@ _NOWHERE = (NO_SEGMENT, 0)
 
 
 class SimulatedArchive:
-    """At most `capacity_blocks`: whole segments of a 32nd of it each, as on a real disk.
+    """At most `capacity_blocks`: whole segments of a 32nd of it each, as on a real disk. Or what
+    `ring` has room for, in records of `record_bytes`.
 
     writes, reads: blocks, since the start.
     """
 
-    def __init__(self, capacity_blocks: int) -> None:
-        self._ring = Ring(capacity_blocks * RECORD_BYTES, lambda _: 0, stock_slots=0)
+    def __init__(
+        self, capacity_blocks: int, *, ring: Ring | None = None, record_bytes: int = RECORD_BYTES
+    ) -> None:
+        self._ring = ring or Ring(capacity_blocks * RECORD_BYTES, lambda _: 0)
+        self._record_bytes = record_bytes
         self._places: dict[bytes, Slot] = {}
         self._keys: list[bytes] = []
         """By row; rows of blocks that went are used again."""
@@ -69,23 +73,35 @@ class SimulatedArchive:
 
     def save(self, blocks: Sequence[tuple[bytes, bytes, int]]) -> list[bytes]:
         """Writes (key, parent, depth) each; the keys that were aged out for them."""
+        ring = self._ring
         aged: list[bytes] = []
-        new = [block for block in blocks if block[0] not in self._places]
-        while new:
-            placement = self._ring.place(_TENANT, RECORD_BYTES, len(new))
-            for victim in placement.victims:
-                key = self._keys[victim.row]
-                del self._places[key]
-                self._unused.append(victim.row)
-                aged.append(key)
-            self._ring.release(placement.victims)
-            if not placement.slots:
-                if placement.victims:
-                    continue
+        owed: list[Victim] = []
+        left = [block for block in blocks if block[0] not in self._places]
+        written: list[tuple[Slot, tuple[bytes, bytes, int]]] = []
+        while left:
+            placement = ring.place(_TENANT, self._record_bytes, len(left))
+            aged += [self._forget(victim.row) for victim in placement.victims]
+            # Their slots are free once that is committed: with these blocks, or before.
+            owed += placement.victims
+            written += zip(placement.slots, left, strict=False)
+            left = left[len(placement.slots) :]
+            if not placement.victims:
                 break
-            batch, new = new[: len(placement.slots)], new[len(placement.slots) :]
-            self._settle(placement.slots, batch)
+            if left:
+                ring.release(owed)
+                owed.clear()
+        ring.release(owed)
+        if written:
+            self._settle([slot for slot, _ in written], [block for _, block in written])
+            if ring.is_short():
+                ring.stock()
         return aged
+
+    def _forget(self, row: int) -> bytes:
+        key = self._keys[row]
+        del self._places[key]
+        self._unused.append(row)
+        return key
 
     def _settle(self, slots: list[Slot], batch: Sequence[tuple[bytes, bytes, int]]) -> None:
         rows, parents = [], []

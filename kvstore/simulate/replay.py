@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstore.core.arena import header_bytes
 from kvstore.core.core import Core
@@ -42,7 +43,7 @@ from kvstore.simulate.trace import BLOCK_TOKENS, Request
 HOST, DISK = 0, 1
 BLOCK_BYTES = PAGE_BYTES
 """The core counts in bytes; what a block really has does not matter to it."""
-_MODEL = Fingerprint(
+MODEL = Fingerprint(
     Identity("trace", "1", 0, config_digest="trace"),
     Geometry("gqa", layers=1, kv_heads=1, head_size=2),
     Encoding("float16", BLOCK_TOKENS, element_order=ORDER_HEADS),
@@ -52,6 +53,11 @@ _MODEL = Fingerprint(
 STAGING_BLOCKS_MAX = 256
 STEP_NS = 1_000
 """Requests of one millisecond come one after the other."""
+
+
+def key_of(one: int) -> bytes:
+    """The key of a trace's block, by its id."""
+    return hashlib.sha256(one.to_bytes(16, "big")).digest()
 
 
 @dataclass
@@ -88,6 +94,28 @@ class Figures:
         return self.disk_writes / self.disk_reads if self.disk_reads else None
 
 
+class Memory(NamedTuple):
+    """The pool of a core: its bytes, staging included, and the core's limits."""
+
+    capacity_bytes: int
+    limits: CoreLimits
+
+
+def memory_of(capacity_blocks: int) -> Memory:
+    """Memory with slots for exactly so many blocks; an eighth of them are stored at a time."""
+    window = max(min(capacity_blocks // 8, STAGING_BLOCKS_MAX), 1)
+    slots_bytes = header_bytes(capacity_blocks) + capacity_blocks * BLOCK_BYTES
+    limits = CoreLimits(
+        keys_per_call_max=2**31,
+        staging_bytes=window * BLOCK_BYTES,
+        staging_share=0.9,
+        region_share=1.0,
+        region_slots_min=1,
+        copies_in_flight_max=2**31,
+    )
+    return Memory(slots_bytes + window * BLOCK_BYTES, limits)
+
+
 class Replay:
     """One core of exactly `capacity_blocks`, over a disk of `disk_blocks` if that is not 0."""
 
@@ -98,23 +126,20 @@ class Replay:
         disk_blocks: int = 0,
         *,
         first_counted: int = 0,
+        memory: Memory | None = None,
+        archive: SimulatedArchive | None = None,
         observe: Callable[[Request, list[int]], None] | None = None,
     ) -> None:
-        """observe: told of each counted request, with the tier of each block of its leading hit."""
-        window = max(min(capacity_blocks // 8, STAGING_BLOCKS_MAX), 1)
-        slots_bytes = header_bytes(capacity_blocks) + capacity_blocks * BLOCK_BYTES
-        tiers = [TierSpec("host", TierKind.POOL, slots_bytes + window * BLOCK_BYTES, ingest=True)]
-        self.archive = SimulatedArchive(disk_blocks) if disk_blocks else None
-        if disk_blocks:
-            tiers.append(TierSpec("disk", TierKind.ARCHIVE, disk_blocks * BLOCK_BYTES))
-        limits = CoreLimits(
-            keys_per_call_max=2**31,
-            staging_bytes=window * BLOCK_BYTES,
-            staging_share=0.9,
-            region_share=1.0,
-            region_slots_min=1,
-            copies_in_flight_max=2**31,
-        )
+        """memory, archive: those of a certain daemon, whatever the blocks say. observe: told of
+        each counted request, with the tier of each block of its leading hit.
+        """
+        capacity_bytes, limits = memory or memory_of(capacity_blocks)
+        tiers = [TierSpec("host", TierKind.POOL, capacity_bytes, ingest=True)]
+        self.archive = archive
+        if archive is None and disk_blocks:
+            self.archive = SimulatedArchive(disk_blocks)
+        if self.archive is not None:
+            tiers.append(TierSpec("disk", TierKind.ARCHIVE, max(disk_blocks, 1) * BLOCK_BYTES))
         self.core = Core(tiers, [TenantSpec("trace")], limits, policy)
         self.figures = Figures()
         self._first_counted = first_counted
@@ -124,7 +149,7 @@ class Replay:
         self._number = 0
         self._attempt = 0
         self._session = self.core.begin_session("trace", b"engine", 0)
-        opening = self.core.open(self._session, _MODEL, 0)
+        opening = self.core.open(self._session, MODEL, 0)
         assert opening.layout is not None
         assert opening.layout.block_bytes == BLOCK_BYTES
         self._space = opening.space_id
@@ -140,8 +165,10 @@ class Replay:
 
     def _serve(self, request: Request) -> None:
         self._now_ns = max(self._now_ns + STEP_NS, request.at_ns)
-        keys = [self._key(one) for one in request.ids]
         written, read = self._disk_counts()
+        if self.core.save_ahead(False, self._now_ns):
+            self._run()
+        keys = [self._key(one) for one in request.ids]
         evicted = self.core.books.ingest.evictions
         hits = self._get(keys) if request.asked else []
         self._put(keys)
@@ -173,7 +200,7 @@ class Replay:
     def _key(self, one: int) -> bytes:
         key = self._keys.get(one)
         if key is None:
-            key = self._keys[one] = hashlib.sha256(one.to_bytes(16, "big")).digest()
+            key = self._keys[one] = key_of(one)
         return key
 
     def _get(self, keys: list[bytes]) -> list[int]:
@@ -264,6 +291,7 @@ class Replay:
                     assert not isinstance(effect, Forget), "nothing is forgotten in a replay"
             if saves:
                 self._save(saves)
+            core.save_ahead(False, self._now_ns)
 
     def _perform(self, copy: Copy) -> Reason:
         if copy.why != "load":
@@ -274,9 +302,11 @@ class Replay:
     def _save(self, saves: list[Copy]) -> None:
         assert self.archive is not None
         aged = self.archive.save([(one.key, one.parent, one.depth) for one in saves])
-        for copy in saves:
-            self._end(copy, Reason.OK)
         self.core.archive_dropped(DISK, self._space, aged)
+        for copy in saves:
+            # What was saved may have made room for what came after it.
+            there = copy.key in self.archive
+            self._end(copy, Reason.OK if there else Reason.NO_SPACE)
 
     def _end(self, copy: Copy, reason: Reason) -> None:
         self.core.done(copy.copy_id, reason is Reason.OK, reason, None, 1_000, self._now_ns)

@@ -142,6 +142,19 @@ def test_what_goes_next_is_saved_before_it_has_to_go() -> None:
     assert len(saved(bench)) == ahead
 
 
+def test_while_blocks_come_in_it_is_not_decided_anew_with_each_of_their_copies() -> None:
+    bench = Ahead()
+    bench.fill()
+    while bench.core.save_ahead(False, bench.now_ns):
+        bench.run()
+    bench.hold_copies = True
+    reserved = bench.reserve(bench.writer, bench.id, keys(4, "new"))
+    bench.core.commit(bench.writer, reserved.lease_id, False, bench.now_ns)
+    assert bench.out("commit")
+    assert bench.core.save_ahead(False, bench.now_ns) == 0, "their commit will tell more"
+    assert bench.core.save_ahead(False, bench.now_ns + SECOND) > 0, "but not for long"
+
+
 def test_what_an_archive_ages_out_is_not_saved_ahead_for_ever() -> None:
     bench = Ahead()
     bench.fill()

@@ -55,6 +55,7 @@ def test_a_request_is_one_line_however_many_calls_it_took() -> None:
         call("lookup", keys, hit=6, tokens=165),
         call("lookup", keys, 101, hit=6),
         call("acquire", keys[:4], 102, hit=4),
+        call("lookup", keys[4:], 103, hit=2),
         call("acquire", keys[4:6], 103, hit=2),
         call("release", (), 103),
         call("reserve", keys, 104),
