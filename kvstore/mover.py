@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 TURN_BYTES_MAX = 4 << 20
 """A worker takes so much at a time: what is submitted meanwhile waits about two milliseconds."""
 TURN_COPIES_MAX = 64
+READ_BYTES_MAX = 1 << 20
+"""A reader takes so much at a time: what came is answered for while the device reads on, and no
+reader has several blocks left when the others have none.
+"""
 SAVE_BYTES_MAX = 256 << 20
 """Saves of one group commit. Its fixed cost is that of writing 20 MiB, during which the device
 stands still: 256 MiB in four commits took a third longer.
@@ -173,7 +177,9 @@ class Mover:
         self._post = post
         self._on_done = on_done
         self._pool_lane = _Lane(executor, workers)
-        self._read_lane = _Lane(archive_executor or executor, archive_readers)
+        self._read_lane = _Lane(
+            archive_executor or executor, archive_readers, bytes_max=READ_BYTES_MAX
+        )
         self._write_lane = _Lane(
             archive_executor or executor, 1, bytes_max=SAVE_BYTES_MAX, copies_max=SAVES_MAX
         )

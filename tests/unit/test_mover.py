@@ -21,6 +21,7 @@ from kvstore.core.effects import Copy, Forget
 from kvstore.model.reasons import BlockCorrupt, KVStoreError, Reason
 from kvstore.model.values import STAGING, Place, Region
 from kvstore.mover import (
+    READ_BYTES_MAX,
     SAVE_BYTES_MAX,
     SAVES_MAX,
     STALL_NS,
@@ -435,6 +436,15 @@ def test_a_batch_of_saves_is_bounded_in_number_and_bytes(
     assert len(bench.mover._next_turn(lane)) == 10
     lane.bytes_max = SAVES_MAX * SLOT * 2
     assert len(bench.mover._next_turn(lane)) == SAVES_MAX - 8
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(READ_BYTES_MAX, 1), (READ_BYTES_MAX // 4, 4)])
+def test_a_reader_takes_large_blocks_one_by_one(
+    bench: Bench, disk_steps: StepExecutor, length: int, blocks: int
+) -> None:
+    loads = [load(n, n, b"%d" % n)._replace(length=length) for n in range(64)]
+    bench.mover.submit(loads)
+    assert len(bench.mover._next_turn(bench.mover._read_lane)) == blocks
 
 
 def test_a_save_of_many_does_not_hold_up_loads(bench: Bench, disk_steps: StepExecutor) -> None:
