@@ -11,8 +11,10 @@ import pytest
 from kvstore.model.cost import PrefillCost
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore.model.sampling import Arm
+from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client import ClientConfig, Tolerance
-from kvstore_client.testing import FakeStore
+from kvstore_client.releases import Release, Releases
+from kvstore_client.testing import FakeStore, FakeTransport
 from tests.client_kit import BLOCK_TOKENS, MakeClient, clients, model, rows, tokens
 
 MODEL = model()
@@ -221,3 +223,39 @@ def test_an_audit_never_raises_for_the_store_but_for_its_caller(
         space.compare(tokens(2), numbers(2), first_block=3)
     with pytest.raises(ZeroDivisionError):
         space.compare(tokens(2), lambda index, row: 1 // 0)
+
+
+def test_a_prompt_of_several_calls_is_known_by_its_last_block(make: MakeClient) -> None:
+    """Else its windows would be on different sides."""
+    store = FakeStore(capacity_blocks=64, keys_per_call_max=2)
+    asked: list[bytes] = []
+
+    def answer(method: str, request: Any) -> Any:
+        if method == "Lookup":
+            asked.append(request.last_key)
+        return store.answer(method, request)
+
+    try:
+        space = make(transport=FakeTransport.factory(answer, store.dial)).space(MODEL)
+        prompt = tokens(5)
+        keys = space.keys(prompt)
+        space.push(prompt, rows(5, BLOCK_BYTES))
+        assert space.lookup(prompt).blocks == 5
+        assert asked == [keys[-1]] * 3
+        asked.clear()
+        space.lookup(keys[:2])
+        assert asked == [b""], "the call's own last key says it"
+    finally:
+        store.close()
+
+
+def test_a_report_that_was_not_sent_is_not_said_twice() -> None:
+    """What was measured may have arrived with an answer that did not."""
+    session: Any = object()
+    waiting = Releases()
+    outcome = pb.RequestReport(request_id="r")
+    batch = [Release(session, 0, outcome=outcome), Release(session, 7, pb.LoadReport(lease_id=7))]
+    waiting.put_back(batch, 0)
+    assert waiting.take(session) == [Release(session, 7)]
+    waiting.add(batch[0], 0)
+    assert waiting.end(session) == [batch[0]], "but one that waits goes with the goodbye"

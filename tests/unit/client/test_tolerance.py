@@ -120,6 +120,9 @@ def test_no_number_against_a_number_is_infinitely_far() -> None:
     minus = other.copy()
     minus.view(np.float32)[0, 3] = -np.inf
     assert differences(minus, other, "float32")[0].worst == math.inf
+    elsewhere = stored.copy()
+    elsewhere.view(np.float32)[0, 4] = np.inf
+    assert differences(elsewhere, other, "float32")[0].worst == math.inf
 
 
 def test_blocks_are_told_apart_and_a_given_tolerance_holds() -> None:
