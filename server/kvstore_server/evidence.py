@@ -42,15 +42,17 @@ class Evidence:
 
     def arm(self, request: pb.LookupRequest) -> Arm:
         """The side of a lookup's request. BadRequest(BAD_KEY_LENGTH)."""
-        last_key = request.last_key or request.queries[0].keys[-KEY_BYTES:]
         if request.last_key:
             _check_key(request.last_key, "last_key")
-        return self._boundary.sampling.arm(last_key)
+        sampling = self._boundary.sampling
+        # The keys of a long prompt are copied out of the message to have the last one.
+        drawn = 0 < sampling.serve_share < 1
+        return sampling.arm(_last_key(request) if drawn else b"")
 
     def audited(self, request: pb.LookupRequest) -> bool:
         """Whether a served hit of this request is to be computed and compared."""
-        last_key = request.last_key or request.queries[0].keys[-KEY_BYTES:]
-        return self._boundary.sampling.audited(last_key)
+        sampling = self._boundary.sampling
+        return sampling.audit_share > 0 and sampling.audited(_last_key(request))
 
     def withhold(
         self, call: Call, arm: Arm, advice: Plan, layout: Layout, prompt_tokens: int
@@ -172,6 +174,10 @@ class Evidence:
             **evidence,
         )
         return held
+
+
+def _last_key(request: pb.LookupRequest) -> bytes:
+    return request.last_key or request.queries[0].keys[-KEY_BYTES:]
 
 
 def _check_key(key: bytes, name: str) -> None:
