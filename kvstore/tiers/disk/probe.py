@@ -46,7 +46,7 @@ _DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.
 def examine(folder: str) -> str:
     """Why the index in `folder` cannot be used, in a word; empty if it can.
 
-    Takes about 0.1 s and 1.5 s a million rows. Empty as well if no child could be started or it was
+    Takes about 0.1 s and 1 s a million rows. Empty as well if no child could be started or it was
     killed from outside, which is logged: that is no verdict over the file. OSError if the device
     cannot read it.
     """
