@@ -106,6 +106,15 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
         ),
     ] = 0
+    disk_quota_bytes: Annotated[
+        int,
+        knob(
+            "Bytes of the disk tier that this tenant keeps when others need room; it may use more "
+            "while nobody does. 0: an equal share of what others' quotas leave.",
+            when="tenants should not share alike.",
+            ge=0,
+        ),
+    ] = 0
     token_file: Annotated[
         str,
         knob(
@@ -420,6 +429,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 f"quotas of {show_size(quota_bytes)} together exceed the host tier's "
                 f"{show_size(capacity_bytes)}",
             )
+        self._check_disk_quotas()
         return Limits(
             keys_per_call_max=self.limits.keys_per_call_max,
             message_bytes_max=max(16 * _MIB, 4 * 32 * self.limits.keys_per_call_max),
@@ -433,6 +443,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             reserve_ttl_ms=self.limits.lease_ttl_ms,
             concurrent_calls_max=self.limits.concurrent_calls_max,
         )
+
+    def _check_disk_quotas(self) -> None:
+        """StartError if they cannot be kept."""
+        quota_bytes = sum(tenant.disk_quota_bytes for tenant in self.tenants.values())
+        if self.disk.capacity_bytes and quota_bytes > self.disk.capacity_bytes:
+            worst = max(self.tenants, key=lambda name: self.tenants[name].disk_quota_bytes)
+            raise wrong(
+                f"tenants.{worst}.disk_quota_bytes",
+                f"quotas of {show_size(quota_bytes)} together exceed the disk tier's "
+                f"{show_size(self.disk.capacity_bytes)}",
+            )
 
 
 class Limits(NamedTuple):

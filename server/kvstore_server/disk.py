@@ -58,6 +58,7 @@ def make_disk(settings: Settings, clock: Clock, folder: DiskFolder) -> DiskTier:
         folder,
         capacity_bytes=disk.capacity_bytes,
         endurance_bytes_per_day=disk.endurance_bytes_per_day,
+        quota_bytes={name: one.disk_quota_bytes for name, one in settings.tenants.items()},
         clock=clock,
     )
 

@@ -74,6 +74,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "tenants.alice.mode": st.sampled_from(["0600", "0666"]),
     "tenants.alice.group": st.sampled_from(["", "render", "44"]),
     "tenants.alice.quota_bytes": st.integers(0, 1 << 40),
+    "tenants.alice.disk_quota_bytes": st.integers(0, 1 << 40),
     "tenants.alice.token_file": st.sampled_from(["", "/etc/kvstore/alice.token"]),
     "tenants.alice.client_names": st.sampled_from(["", "engine-1.example, spiffe://a/b"]),
 }
@@ -261,6 +262,11 @@ def test_limits_follow_from_the_capacity() -> None:
     with pytest.raises(StartError) as caught:
         load(environ=CLEAN, flags=quotas).limits_for(1 << 30)
     assert caught.value.setting == "tenants.a.quota_bytes"
+    on_disk = {f"tenants.{name}.disk_quota_bytes": "6GiB" for name in "ab"}
+    load(environ=CLEAN, flags=on_disk).limits_for(1 << 30)
+    with pytest.raises(StartError) as caught:
+        load(environ=CLEAN, flags={**on_disk, "disk.capacity_bytes": "10GiB"}).limits_for(1 << 30)
+    assert caught.value.setting == "tenants.a.disk_quota_bytes"
 
 
 def test_a_host_tier_of_next_to_nothing_is_a_slip() -> None:

@@ -19,9 +19,10 @@ drop, the caller commits the removals alone, releases, and asks again.
 Who goes. Each class has a hand. A block that was hit since the hand last came by is spared for one
 round; of the others those without children on disk go, and after a block its parent, if nobody hit
 that one either, so that a prompt that nobody asks for goes from its end to its head at once. While
-room is scarce a class below its share (equal among tenants, then among a tenant's classes) gets a
+room is scarce a class below its share (its tenant's quota, or an equal one) gets a
 whole segment, the coldest of the class most over its own; so does any class from one that had no
-hit while as many bytes were written as the folder holds.
+hit while as many bytes were written as the folder holds, if that is of its own tenant or of one
+that neither hit nor wrote anything in that time.
 
 Pure: no clock, no I/O, no thread. Not thread-safe: the caller holds the lock that guards the
 catalog, for microseconds to a few milliseconds and never across the device. `row` is the catalog's
@@ -30,7 +31,8 @@ row number, which the ring only carries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -116,13 +118,15 @@ class Ring:
         next_segment: int = 0,
         strange_segments: Collection[int] = (),
         stock_slots: int = 256,
+        quota_bytes: Mapping[bytes, int] = MappingProxyType({}),
     ) -> None:
-        """index_bytes: slots to bytes of the index's allowance. next_segment: lowest id never used,
+        """index_bytes: slots to bytes of the index's allowance. quota_bytes: by tenant digest;
+        others share equally what these leave. next_segment: lowest id never used,
         but for strange_segments, which have a file that is not ours, and are passed over.
         stock_slots: free slots kept ahead for each class, at most; no more than are usually asked
         for at once, or a sixteenth of the class's.
         """
-        self._room = Room(capacity_bytes, aside_bytes, index_bytes)
+        self._room = Room(capacity_bytes, aside_bytes, index_bytes, quota_bytes)
         self.aside_stays = False
         """What was set aside cannot be removed: it takes its room, and blocks go. May be set."""
         self._next_segment = next_segment

@@ -23,7 +23,8 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from kvstore.clock import Clock
 from kvstore.model.reasons import KVStoreError, NoSpace, Reason
@@ -64,11 +65,13 @@ class DiskTier:
         *,
         capacity_bytes: int = 0,
         endurance_bytes_per_day: int = 0,
+        quota_bytes: Mapping[str, int] = MappingProxyType({}),
         clock: Clock,
         parallel: bool = True,
     ) -> None:
         """`folder` is the tier's from now on. capacity_bytes: of everything in it; 0: a share of
-        what is free. endurance_bytes_per_day: writes are stopped beyond; 0: none. parallel: writes
+        what is free. endurance_bytes_per_day: writes are stopped beyond; 0: none. quota_bytes: what
+        tenants keep, by name; 0: an equal share. parallel: writes
         on threads of their own.
         """
         self.on_dropped: Callable[[int, list[bytes]], None] = lambda space_id, keys: None
@@ -85,6 +88,7 @@ class DiskTier:
         self.volume: Volume | None = None
         self._folder = folder
         self._wanted_bytes = capacity_bytes
+        self._quota_bytes = {tenant_digest(name): quota for name, quota in quota_bytes.items()}
         self._writer: Writer | None = None
         self._ages = Ages()
         self._spaces: dict[int, SpaceInfo] = {}
@@ -378,6 +382,7 @@ class DiskTier:
                 capacity_bytes=self._wanted_bytes,
                 share=CAPACITY_SHARE,
                 aside_bytes=self._folder.aside_bytes(),
+                quota_bytes=self._quota_bytes,
             )
             meta = index.meta()
         except (Unusable, OSError) as error:

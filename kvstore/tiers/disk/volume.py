@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -288,7 +288,13 @@ class Volume:
 
 
 def make_volume(
-    index: Index, files: Files, *, capacity_bytes: int, share: float, aside_bytes: int
+    index: Index,
+    files: Files,
+    *,
+    capacity_bytes: int,
+    share: float,
+    aside_bytes: int,
+    quota_bytes: Mapping[bytes, int],
 ) -> Volume:
     """What is in an opened folder, its rows not loaded yet. capacity_bytes 0: `share` of what the
     file system has free or this folder has taken of it. Unusable, OSError.
@@ -305,6 +311,7 @@ def make_volume(
         # Of a file that the index does not name the number may be anything, also the last one.
         next_segment=max([*taken, -1]) + 1,
         strange_segments=present.keys() - taken,
+        quota_bytes=quota_bytes,
     )
     volume = Volume(index, files, ring)
     volume.restore_segments()

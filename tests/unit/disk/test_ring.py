@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
@@ -154,9 +155,12 @@ class Caller:
         self.owed, self.retired = [], []
 
 
-def small(slots: int, *, stock_slots: int = 0) -> Caller:
+def small(
+    slots: int, *, stock_slots: int = 0, quota_bytes: Mapping[bytes, int] | None = None
+) -> Caller:
     """A ring with room for so many slots of RECORD, in 32 segments at least."""
-    return Caller(Ring(slots * RECORD, no_index, stock_slots=stock_slots))
+    quotas = quota_bytes or {}
+    return Caller(Ring(slots * RECORD, no_index, stock_slots=stock_slots, quota_bytes=quotas))
 
 
 # ---------------------------------------------------------------- segments
@@ -513,6 +517,41 @@ def test_shares_are_equal_among_tenants_then_among_their_classes() -> None:
     assert by_class["a"] == pytest.approx(total / 2, rel=0.15)
     assert by_class["b"] == pytest.approx(total / 4, rel=0.15)
     assert by_class["c"] == pytest.approx(total / 4, rel=0.15)
+
+
+def test_a_quota_is_kept_and_others_share_what_it_leaves() -> None:
+    caller = small(256, quota_bytes={A: 64 * RECORD})
+    for round_ in range(60):
+        for letter, tenant in (("a", A), ("b", B), ("c", b"c" * 16)):
+            caller.save([f"{letter}{round_}-{index}" for index in range(8)], tenant=tenant)
+        caller.hit(*caller.where)
+    kept = [name[0] for name in caller.where]
+    assert kept.count("a") == pytest.approx(64, abs=16)
+    assert kept.count("b") == pytest.approx(96, abs=16)
+    assert kept.count("c") == pytest.approx(96, abs=16)
+
+
+def test_quotas_that_do_not_fit_are_cut_alike() -> None:
+    caller = small(128, quota_bytes={A: 300 * RECORD, B: 100 * RECORD})
+    for round_ in range(60):
+        caller.save([f"a{round_}-{index}" for index in range(8)])
+        caller.save([f"b{round_}-{index}" for index in range(8)], tenant=B)
+        caller.hit(*caller.where)
+    kept = [name[0] for name in caller.where]
+    assert kept.count("a") == pytest.approx(96, abs=12)
+    assert kept.count("b") == pytest.approx(32, abs=12)
+
+
+def test_a_flood_does_not_take_what_an_active_tenant_left_alone_for_a_while() -> None:
+    """Of 96 blocks within its share a tenant hits one now and then, and a flood turns the whole
+    disk over many times.
+    """
+    caller = small(256)
+    caller.save([f"a{index}" for index in range(96)])
+    for round_ in range(120):
+        caller.save([f"b{round_}-{index}" for index in range(16)], tenant=B)
+        caller.hit("a0")
+    assert sum(name.startswith("a") for name in caller.where) == 96
 
 
 def test_a_class_that_nobody_hits_gives_way_entirely() -> None:
