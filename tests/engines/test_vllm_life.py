@@ -180,7 +180,3 @@ def test_after_a_reset_nothing_that_was_stored_before_is_used(
     check(reader, DISK, without, 0)
     held = [space for space in operator(daemon, "spaces")["spaces"] if space["state"] == "held"]
     assert [space["fingerprint"]["identity"]["weight_epoch"] for space in held] == [1]
-    # It is still of use to this engine itself.
-    reader.send({"reset": True, "connector": False})
-    assert reader.receive()["reset"]
-    check(reader, DISK, without, STORED_TOKENS)
