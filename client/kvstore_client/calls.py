@@ -242,8 +242,9 @@ def lookup(
     overlap: Overlap,
     request_id: str,
 ) -> Operation[Hit]:
-    """How much of a prompt is stored. More keys than one call may have are asked in several; the
-    plan then has no gate.
+    """How much of a prompt is stored. More keys than one call may have are asked in several, each
+    weighed on top of those before it, until one is not to be loaded whole; what can be done at the
+    same time is not weighed then.
     """
 
     def attempt(session: Session, binding: Binding) -> Operation[Hit]:
@@ -274,7 +275,8 @@ def _lookup(
 ) -> Operation[Hit]:
     limit = session.keys_per_call_max
     if len(keys) > limit:
-        prefill = None
+        overlap = Overlap.SERIAL
+    weighed = True
     blocks, tiers, advice = 0, b"", NO_ADVICE
     reason = Reason.OK
     differences: tuple[Difference, ...] = ()
@@ -288,6 +290,7 @@ def _lookup(
             prompt_tokens=min(prompt_tokens, 0xFFFF_FFFF),
             overlap=_OVERLAPS[overlap] if prefill is not None else pb.OVERLAP_SERIAL,
             last_key=keys[-1] if len(keys) > limit else b"",
+            before_tokens=min(start * spec.block_tokens, 0xFFFF_FFFF),
         )
         if prefill is not None:
             request.prefill.a_us_per_token, request.prefill.b_us_per_token2 = prefill
@@ -296,7 +299,9 @@ def _lookup(
         arm, audit = arm_of(reply.arm), audit or reply.audit
         blocks += hit.hit_blocks
         tiers += hit.tiers[: hit.hit_blocks]
-        advice = _add(advice, _advice(reply.plan, hit.hit_blocks))
+        if weighed:
+            advice = _add(advice, _advice(reply.plan, hit.hit_blocks))
+            weighed = reply.plan.load_blocks == len(part)
         reason = Reason.from_wire(hit.reason)
         differences = convert.differences_from_wire(hit.differences)
         if hit.hit_blocks < len(part):
@@ -378,14 +383,19 @@ def _add(one: LoadAdvice, other: LoadAdvice) -> LoadAdvice:
         return other
     if not other.load_blocks:
         return one
+    ideal_ms = one.ideal_load_ms + other.ideal_load_ms
+    both_bytes = sum(tier.length_bytes for tier in one.tiers + other.tiers)
     return LoadAdvice(
         one.load_blocks + other.load_blocks,
         other.recompute_tokens,
         one.load_ms + other.load_ms,
-        one.ideal_load_ms + other.ideal_load_ms,
-        0.0,
+        ideal_ms,
+        one.recompute_ms + other.recompute_ms,
         other.reason,
-        other.bytes_per_second,
+        both_bytes / ideal_ms * 1e3 if both_bytes else other.bytes_per_second,
+        total_ms=one.load_ms + other.total_ms,
+        compute_only_ms=one.compute_only_ms,
+        tiers=one.tiers + other.tiers,
     )
 
 

@@ -49,7 +49,8 @@ class LoadAdvice(NamedTuple):
     bytes_per_second: the estimate that was used.
     total_ms: until the whole prompt is there (the hit, where the prompt's length is unknown).
     compute_only_ms: the same if nothing were loaded; 0 when the cost is unknown.
-    tiers: the same tier by tier, with bytes, bandwidth and queue.
+    tiers: the same tier by tier, with bytes, bandwidth and queue; of prompts that go in several
+        calls, call by call.
     """
 
     load_blocks: int

@@ -58,8 +58,10 @@ def advise(
     tokens: int,
     cost: PrefillCost | None,
     overlap: Overlap = Overlap.SERIAL,
+    before_tokens: int = 0,
 ) -> Plan:
-    """Load or recompute, over all groups, counted in blocks of the first one.
+    """Load or recompute, over all groups, counted in blocks of the first one. before_tokens: of the
+    prompt, which the engine has or loads anyway.
 
     What needs the whole prefix is loaded block by block; of a window group its last blocks,
     whatever is loaded of the others.
@@ -85,6 +87,7 @@ def advise(
         links,
         cost,
         min(prompt_tokens, TOKENS_MAX),
+        cached_tokens=min(before_tokens, TOKENS_MAX),
         overlap=overlap,
         fixed=fixed,
     )

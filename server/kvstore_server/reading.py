@@ -88,7 +88,16 @@ class ReadCalls:
         tokens = agreed_tokens(presence)
         layouts = [group.layout for group in groups]
         links, worth = self._store.links, self._worth_loading(presence, tokens)
-        advice = advise(links, request.prompt_tokens, layouts, presence, worth, cost, overlap)
+        advice = advise(
+            links,
+            request.prompt_tokens,
+            layouts,
+            presence,
+            worth,
+            cost,
+            overlap,
+            request.before_tokens,
+        )
         if worth < tokens and not advice.load_blocks:
             advice = advice._replace(reason=Reason.DECLINED_GUARD)
         shown = self.evidence.withhold(call, arm, advice, first.layout, request.prompt_tokens)

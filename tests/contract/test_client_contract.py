@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvstore.model.cost import PrefillCost
+from kvstore.model.plan import Overlap
 from kvstore.model.reasons import BadRequest, Reason, Unavailable
 from kvstore.model.record import Outcome
 from kvstore.wire import convert
@@ -148,6 +149,35 @@ def test_more_keys_than_a_call_may_have_are_split(make: MakeClient) -> None:
     assert space.lookup(prompt).blocks == 20
     assert space.fetch(keys).blocks == 20
     assert space.fetch(keys, all_or_nothing=True).reason is Reason.TOO_MANY_KEYS
+    store.close()
+
+
+def test_a_prompt_of_several_calls_is_weighed_call_by_call(make: MakeClient) -> None:
+    store = FakeStore(capacity_blocks=64, keys_per_call_max=7)
+    asked: list[int] = []
+
+    def answer(method: str, request: Any) -> Any:
+        if method != "Lookup":
+            return None
+        reply = store.answer(method, request)
+        asked.append(request.before_tokens // BLOCK_TOKENS)
+        assert request.prefill.a_us_per_token == 10.0
+        reply.plan.load_ms, reply.plan.total_ms, reply.plan.compute_only_ms = 2.0, 50.0, 90.0
+        reply.plan.reason = pb.REASON_OK
+        if len(asked) == 3:
+            reply.plan.load_blocks = 4
+        return reply
+
+    space = make(transport=answered(store, answer)).space(MODEL)
+    prompt = tokens(28)
+    space.push(prompt, rows(28, BLOCK_BYTES))
+    hit = space.lookup(prompt, prefill=PrefillCost(10.0, 0.0), overlap=Overlap.TAIL)
+    assert asked == [0, 7, 14, 21]
+    assert hit.blocks == 28
+    assert hit.plan.load_blocks == 18, "nothing after the first block that is not to be loaded"
+    assert (hit.plan.load_ms, hit.plan.total_ms) == (6.0, 54.0)
+    assert hit.plan.compute_only_ms == 90.0
+    assert space.fetch(hit).predicted_ms == 6.0
     store.close()
 
 

@@ -779,6 +779,7 @@ class LookupRequest(google.protobuf.message.Message):
     PREFILL_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     OVERLAP_FIELD_NUMBER: builtins.int
+    BEFORE_TOKENS_FIELD_NUMBER: builtins.int
     LAST_KEY_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     request_id: builtins.str
@@ -786,6 +787,8 @@ class LookupRequest(google.protobuf.message.Message):
     prompt_tokens: builtins.int
     """0: unknown"""
     overlap: Global___Overlap.ValueType
+    before_tokens: builtins.int
+    """of the prompt before the first key, where its keys go in several calls: they are to be loaded"""
     last_key: builtins.bytes
     """of the whole prompt, 32 bytes, where this call has only some of its keys; decides its arm"""
     @property
@@ -805,10 +808,11 @@ class LookupRequest(google.protobuf.message.Message):
         prefill: Global___PrefillCost | None = ...,
         prompt_tokens: builtins.int = ...,
         overlap: Global___Overlap.ValueType = ...,
+        before_tokens: builtins.int = ...,
         last_key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prefill", b"prefill"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["last_key", b"last_key", "overlap", b"overlap", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "queries", b"queries", "request_id", b"request_id", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["before_tokens", b"before_tokens", "last_key", b"last_key", "overlap", b"overlap", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "queries", b"queries", "request_id", b"request_id", "session", b"session"]) -> None: ...
 
 Global___LookupRequest: typing_extensions.TypeAlias = LookupRequest
 
