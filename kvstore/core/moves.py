@@ -114,8 +114,7 @@ class Moves:
         why = Reason.MISS_EVICTED
         if not slot.holds:
             lower = self._demote(slot, space, now_ns)
-            if lower is None:
-                why = self._save_victim(slot, space)
+            why = self._save_victim(slot, space) if lower is None else Reason.OK
         if slot.holds:
             self._leave_by_running_save(slot, space)
         if lower is None:
@@ -162,6 +161,7 @@ class Moves:
         if lower is not None:
             space.blocks -= 1
             self.names.stop_rising(slot)
+            slot.pool.policy.departed(slot, Reason.OK, now_ns)
             slot.pool.leave(slot)
         return lower
 
@@ -257,11 +257,14 @@ class Moves:
         key: bytes,
         parent: bytes,
         depth: int,
+        prompt_tokens: int,
         archive: int,
         arena: Arena,
         now_ns: int,
     ) -> Slot | Reason:
-        """Brings a block from an archive into a pool; the name is there at once, FILLING."""
+        """Brings a block from an archive into a pool, for a prompt of so many tokens; the name is
+        there at once, FILLING.
+        """
         books = self.books
         if books.loads_full:
             return Reason.LIMIT_QUEUE
@@ -272,6 +275,7 @@ class Moves:
             return Reason.NO_SPACE
         pool.begin(slot, space, key, parent, depth, Fill(None))
         slot.saved = True
+        slot.prompt_tokens = prompt_tokens
         space.index[key] = slot
         self._fly("load", space, key, None, slot, source=Place(archive, 0, 0, 0, 0))
         return slot
@@ -450,6 +454,7 @@ class Moves:
         target.inherit(source)
         space.index[source.key] = target
         space.blocks -= 1
+        source.pool.policy.departed(source, Reason.OK, now_ns)
         source.pool.leave(source)
         self.names.publish((target,), now_ns)
         self.books.counters["promoted"] += 1

@@ -225,7 +225,8 @@ class Reads:
         if arena is None:
             return None, Reason.NOT_SUPPORTED
         parent = request.keys[index - 1] if index else b""
-        loaded = self.moves.load(space, key, parent, index, archive, arena, request.now_ns)
+        tokens = len(request.keys) * space.fingerprint.encoding.block_tokens
+        loaded = self.moves.load(space, key, parent, index, tokens, archive, arena, request.now_ns)
         return (loaded, None) if isinstance(loaded, Slot) else (None, loaded)
 
     def _bring_into_reach(self, slot: Slot, request: _Request) -> tuple[Slot | None, Reason | None]:

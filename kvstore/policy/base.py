@@ -91,7 +91,9 @@ class EvictionPolicy(Protocol[E]):
         """Whether an entry that was just acquired is worth a slot in a faster pool."""
 
     def departed(self, entry: E, why: Reason, now_ns: int) -> None:
-        """It left the pool for good: the history of names (ghosts) starts here."""
+        """It left the pool, once for each `insert`: for another pool with reason OK, else for good,
+        and the history of names (ghosts) starts here.
+        """
 
     def __len__(self) -> int: ...
 

@@ -9,8 +9,8 @@ class, or before anything was learnt, this is LRU.
 
 Asked for is what a reader acquires and what comes in anew; a writer who offers a prompt again only
 keeps it warm. What is needed: 16 histograms, an order entry a block (about 130 bytes beside the
-slot itself), 13 bytes for each of four names a block of history (`history`), the archive's blocks
-included. Evicting looks at 16 blocks; using one is O(1).
+slot itself), 128 bytes a block of history (`history`), the archive's blocks included. Evicting
+looks at 16 blocks; using one is O(1).
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from kvstore.policy.history import USES_MAX, History, Past
 from kvstore.policy.reuse import EDGES_NS, Curve
 
 CLASSES = 16
-HISTORY_SHARE = 4.0
-"""Names of history for each block that can be had."""
-HISTORY_MIN = 1 << 15
-"""Names of history that a small pool has, too: 426 kB."""
+HISTORY_SHARE = 6.0
+"""Departures that the history reaches back, for each block that can be had. Chat gains up to 8,
+agents in small pools lose from 2 on."""
+HISTORY_MIN = 1 << 12
+"""For a small pool, too: 87 kB."""
 RESIZE_EVERY = 256
 EVIDENCE_MIN = 256
 """Accesses of a class, before its chances say anything."""
@@ -64,6 +65,8 @@ class HitDensity(Generic[E]):
         self._admit_chance = admit_chance
         self._accesses = 0
         self._departures = 0
+        self._inside = 0
+        """Blocks that came and have not departed, candidates or not."""
         self._now_ns = 0
         self._ranks: list[tuple[float, int, int]] = [_NOBODY] * CLASSES
         """(density, last use, class) of the oldest of each class, where nothing is `changed`."""
@@ -80,13 +83,14 @@ class HitDensity(Generic[E]):
     def insert(self, entries: Sequence[E], now_ns: int) -> None:
         """See `EvictionPolicy`."""
         self._now_ns = max(self._now_ns, now_ns)
+        self._inside += len(entries)
         for entry in entries:
             if not entry.uses:
                 past = self._history.take(entry.key)
                 if past is not None:
                     self._curves[past.grade].end(now_ns - past.asked_ns)
                     entry.uses = past.uses
-                self._begin(entry)
+                self._begin(entry, now_ns)
                 self._written -= entry.saved
             self._place(entry)
         self._age(len(entries))
@@ -98,7 +102,7 @@ class HitDensity(Generic[E]):
         for entry in entries:
             curves[entry.grade].end(now_ns - entry.touched_ns)
             self.remove(entry)
-            self._begin(entry)
+            self._begin(entry, now_ns)
             self._orders[entry.grade][entry] = None
             self._changed[entry.grade] = 1
         self._age(len(entries))
@@ -114,13 +118,13 @@ class HitDensity(Generic[E]):
             except KeyError:
                 self._place(entry)
 
-    def _begin(self, entry: E) -> None:
+    def _begin(self, entry: E, now_ns: int) -> None:
         """It was asked for: one use more, in the class that follows from it."""
         uses = entry.uses = min(entry.uses + 1, USES_MAX)
         tokens = entry.prompt_tokens
         length = (tokens > 2_048) + (tokens > 8_192) + (tokens > 32_768)
         grade = entry.grade = _GRADE_OF_USES[uses] + length
-        self._curves[grade].begin()
+        self._curves[grade].begin(now_ns)
 
     def _place(self, entry: E) -> None:
         """At the warm end of its class."""
@@ -131,7 +135,7 @@ class HitDensity(Generic[E]):
 
     def _age(self, accesses: int) -> None:
         self._accesses += accesses
-        if self._accesses >= HALVE_AFTER + 16 * len(self):
+        if self._accesses >= HALVE_AFTER + 16 * self._inside:
             self._accesses = 0
             for curve in self._curves:
                 curve.halve()
@@ -156,7 +160,7 @@ class HitDensity(Generic[E]):
 
     def _density(self, grade: int, entry: E) -> float:
         age_ns = self._now_ns - entry.touched_ns
-        return self._curves[grade].densities()[bisect_right(EDGES_NS, age_ns)]
+        return self._curves[grade].densities(self._now_ns)[bisect_right(EDGES_NS, age_ns)]
 
     def remove(self, entry: E) -> None:
         """See `EvictionPolicy`."""
@@ -187,7 +191,7 @@ class HitDensity(Generic[E]):
         if curve.accesses < EVIDENCE_MIN:
             return True
         age_ns = self._now_ns - entry.touched_ns
-        return curve.chance(age_ns, self._keeps_ns) >= self._admit_chance
+        return curve.chance(age_ns, self._keeps_ns, self._now_ns) >= self._admit_chance
 
     def _estimate_keeping(self) -> None:
         """How long the archive keeps a block."""
@@ -196,7 +200,7 @@ class HitDensity(Generic[E]):
         elapsed_ns = self._now_ns - self._estimated_ns
         if self._written < ESTIMATE_AFTER and elapsed_ns < self._keeps_ns:
             return
-        fills_ns = elapsed_ns * self._below * len(self) / max(self._written, 1)
+        fills_ns = elapsed_ns * self._below * self._inside / max(self._written, 1)
         self._keeps_ns = int((self._keeps_ns + min(fills_ns, KEEPS_MAX_NS)) / 2)
         self._estimated_ns, self._written = self._now_ns, 0
 
@@ -209,10 +213,11 @@ class HitDensity(Generic[E]):
         self._now_ns = max(self._now_ns, now_ns)
         if not self._departures % RESIZE_EVERY:
             self._estimate_keeping()
-            wanted = max(int(self._history_share * len(self)), HISTORY_MIN)
-            if wanted > self._history.places * 5 // 4:
-                self._history.resize(wanted)
+            self._history.resize(max(int(self._history_share * self._inside), HISTORY_MIN))
         self._departures += 1
+        self._inside -= 1
+        if why is Reason.OK:
+            return
         self._written += why is Reason.MISS_EVICTED
         self._history.put(entry.key, Past(entry.touched_ns, entry.uses, entry.grade))
 

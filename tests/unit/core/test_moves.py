@@ -6,6 +6,7 @@ from kvstore.core.effects import Copy, Forget
 from kvstore.core.pools import Slot
 from kvstore.model.reasons import Reason
 from kvstore.model.values import CoreLimits, LeaseMode
+from kvstore.policy.hit_density import HitDensity
 from kvstore.policy.lru import Lru
 from tests.unit.core.harness import BLOCK, SECOND, Bench, keys
 
@@ -580,6 +581,28 @@ def test_a_promotion_that_fails_leaves_the_block_where_it_was() -> None:
     bench.run()
     assert bench.core.lookup(session, space, keys(1)) == bytes([2])
     assert bench.core.stats().pools[0].free_slots == 4
+
+
+def test_a_policy_is_told_of_every_block_that_leaves_its_pool_however_it_goes() -> None:
+    policies: list[HitDensity[Slot]] = []
+
+    def make() -> HitDensity[Slot]:
+        policies.append(HitDensity())
+        return policies[-1]
+
+    bench = Bench(slots=6, device_slots=3, policy=make)
+    session = bench.session()
+    space = bench.space(session)
+    for name in ("one", "two", "one", "three", "two"):
+        bench.put(session, space, keys(3, name))
+        bench.use(session, space, keys(3, name))
+        bench.use(session, space, keys(3, name))
+    counters = bench.core.books.counters
+    assert counters["promoted"] > 3
+    assert sum(arena.evictions for arena in bench.core.books.pools) > 3
+    pools = [pool for arena in bench.core.books.pools for pool in arena.pools.values()]
+    assert [pool.policy for pool in pools if pool.blocks] == [one for one in policies if len(one)]
+    assert all(pool.policy._inside == pool.blocks for pool in pools)  # type: ignore[attr-defined]
 
 
 def test_an_invalidation_during_a_promotion_leaves_nothing() -> None:

@@ -293,6 +293,19 @@ def test_a_loaded_block_knows_its_parent_so_that_it_can_be_saved_behind_it() -> 
     assert [slot.depth for slot in slots] == [0, 1, 2]
 
 
+def test_a_loaded_block_counts_for_the_length_of_the_prompt_that_wanted_it() -> None:
+    bench = Archived()
+    wanted = [*bench.old, *keys(5, "longer")]
+    bench.acquire(bench.writer, bench.id, wanted, below=bench.below)
+    bench.loads()
+    bench.finish_all()
+    bench.run()
+    space = bench.core.books.spaces.get(bench.id)
+    assert space is not None
+    each = space.fingerprint.encoding.block_tokens
+    assert [space.index[key].prompt_tokens for key in bench.old] == [8 * each] * 3
+
+
 def test_a_corrupt_block_is_dropped_forgotten_and_explained() -> None:
     bench = Archived()
     waiting = bench.acquire(bench.writer, bench.id, bench.old, below=bench.below, wait=True)

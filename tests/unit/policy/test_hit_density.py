@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.model.reasons import Reason
-from kvstore.policy.history import USES_MAX, History, Past
+from kvstore.policy.history import PLACE_BYTES, USES_MAX, History, Past
 from kvstore.policy.hit_density import EVIDENCE_MIN, HitDensity
-from kvstore.policy.reuse import BINS, EDGES_NS, Curve
+from kvstore.policy.reuse import BINS, EDGES_NS, MARKS_MAX, Curve
 from tests.policy_kit import Block
 
 SECOND = 10**9
@@ -106,24 +109,76 @@ def test_touching_is_not_using() -> None:
     assert stand.go() is other
 
 
+HOURS_LATER_NS = 10**15
+
+
 @given(st.lists(st.tuples(st.integers(0, BINS - 1), st.integers(1, 50)), max_size=20))
 def test_chances_and_densities_are_what_they_say(waits: list[tuple[int, int]]) -> None:
     curve = Curve()
-    total = 0
+    total = sum(count for _, count in waits)
+    for _ in range(2 * total):
+        curve.begin(0)
     for bin_, count in waits:
         for _ in range(count):
-            curve.begin()
             curve.end(([0, *EDGES_NS])[bin_])
-        total += count
-    for _ in range(total):
-        curve.begin()
-    curve._refresh()
-    assert all(density >= 0 for density in curve.densities())
-    wide = [curve.chance(age, 10**15) for age in (0, *EDGES_NS)]
+    curve._refresh(HOURS_LATER_NS)
+    assert all(density >= 0 for density in curve.densities(HOURS_LATER_NS))
+    wide = [curve.chance(age, 10**15, HOURS_LATER_NS) for age in (0, *EDGES_NS)]
     assert all(0 <= one <= 1 for one in wide)
     if total:
         assert wide[0] == pytest.approx(0.5)
-        assert curve.chance(0, 10**9) <= wide[0]
+        assert curve.chance(0, 10**9, HOURS_LATER_NS) <= wide[0]
+
+
+def test_who_began_just_now_says_nothing_of_what_happens_late() -> None:
+    curve = Curve()
+    for _ in range(100):
+        curve.begin(0)
+    curve.densities(0)
+    for _ in range(50):
+        curve.end(100 * SECOND)
+    before = curve.chance(80 * SECOND, 1_000 * SECOND, 200 * SECOND)
+    for _ in range(900):
+        curve.begin(200 * SECOND)
+    curve._refresh(200 * SECOND)
+    after = curve.chance(80 * SECOND, 1_000 * SECOND, 200 * SECOND)
+    assert before == pytest.approx(0.5)
+    assert after == pytest.approx(before), "as ten times as many just came"
+    assert curve.chance(0, SECOND, 200 * SECOND) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_marks_of_a_curve_are_bounded_and_tell_how_many_had_begun(seed: int) -> None:
+    print(f"seed {seed}")
+    random = Random(seed)
+    curve, now_ns = Curve(), 0
+    times_ns: list[int] = []
+    for _ in range(40_000):
+        now_ns += random.randrange(SECOND)
+        curve.begin(now_ns)
+        times_ns.append(now_ns)
+        if random.random() < 0.03:
+            curve._refresh(now_ns)
+        assert len(curve._times_ns) <= MARKS_MAX + 1
+    curve._refresh(now_ns)
+    assert curve._times_ns == sorted(set(curve._times_ns))
+    for edge_ns in EDGES_NS:
+        wanted = bisect_right(times_ns, now_ns - edge_ns)
+        assert abs(curve._accesses_until(now_ns - edge_ns) - wanted) < 10 + edge_ns / SECOND / 8
+
+
+def test_what_is_asked_for_late_is_not_taken_for_rare_while_little_was_watched() -> None:
+    """Blocks return after 100 s, half of them; the stream goes on all the time."""
+    curve = Curve()
+    for second in range(150):
+        for _ in range(10):
+            curve.begin(second * SECOND)
+        if second >= 100:
+            for _ in range(5):
+                curve.end(100 * SECOND)
+        curve.densities(second * SECOND)
+    curve._refresh(150 * SECOND)
+    assert curve.chance(0, 200 * SECOND, 150 * SECOND) == pytest.approx(0.5, abs=0.15)
 
 
 def test_history_remembers_the_last_names_in_bounded_room() -> None:
@@ -132,13 +187,30 @@ def test_history_remembers_the_last_names_in_bounded_room() -> None:
     history.resize(1_000)
     for number in range(1, 5_000):
         history.put(named(number), Past(number * SECOND, number, number % 16))
-    assert history.table_bytes <= 13 * 1_024
+    assert history.table_bytes <= 1.3 * PLACE_BYTES * 1_000
     assert history.take(named(1)) is None
     past = history.take(named(4_990))
     assert past is not None
     assert abs(past.asked_ns - 4_990 * SECOND) < SECOND // 10
     assert (past.uses, past.grade) == (USES_MAX, 4_990 % 16)
     assert history.take(named(4_990)) is None, "it is taken once"
+
+
+@pytest.mark.parametrize("turn", [0, 2**32 - 1_000])
+def test_history_reaches_back_so_many_departures_and_no_farther(turn: int) -> None:
+    """Also where names were taken, so that there would be room for older ones; and where the count
+    of departures begins anew.
+    """
+    history = History()
+    history.resize(1_000)
+    history._turn = turn
+    for number in range(3_000):
+        history.put(named(number), Past(number * SECOND, 1, 0))
+        if number % 3:
+            history.take(named(number))
+    known = [number for number in range(0, 3_000, 3) if history.take(named(number)) is not None]
+    assert min(known) >= 2_000
+    assert len(known) > 0.97 * 333
 
 
 def test_a_larger_history_still_knows_what_the_smaller_one_knew() -> None:
@@ -151,4 +223,12 @@ def test_a_larger_history_still_knows_what_the_smaller_one_knew() -> None:
     assert past.uses == 2
     for number in range(8, 400):
         history.put(named(number), Past(SECOND, 1, 0))
-    assert history.table_bytes == 13 * 1_600, "the old table is gone"
+    assert history.table_bytes == PLACE_BYTES * 2_000, "the old table is gone"
+
+
+def test_what_goes_to_another_pool_is_no_past() -> None:
+    stand = Stand()
+    block = stand.come(1)
+    stand.policy.departed(block, Reason.OK, SECOND)
+    stand.policy.remove(block)
+    assert stand.come(1).uses == 1
