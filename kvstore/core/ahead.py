@@ -14,6 +14,10 @@ from kvstore.core.books import Books
 from kvstore.core.moves import Moves
 from kvstore.core.pools import Pool, Slot
 
+ABOVE_DISK_SHARE = 0.25
+"""Of a pool above a disk tier. Who puts never waits for the disk: what goes next is saved before,
+in bursts of so much; what could not be saved until then is dropped.
+"""
 COLDEST_MAX = 8_192
 """Blocks of a pool that are looked at in one go: about a millisecond."""
 HOTTEST_MAX = 1_024

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvstore.core.ahead import ABOVE_DISK_SHARE
 from kvstore.core.arena import header_bytes
 from kvstore.core.core import Core
 from kvstore.core.effects import Copy, Forget, Persist, Unassign, UnassignStaging
@@ -101,8 +102,10 @@ class Memory(NamedTuple):
     limits: CoreLimits
 
 
-def memory_of(capacity_blocks: int) -> Memory:
-    """Memory with slots for exactly so many blocks; an eighth of them are stored at a time."""
+def memory_of(capacity_blocks: int, *, above_disk: bool = False) -> Memory:
+    """Memory with slots for exactly so many blocks; an eighth of them are stored at a time. Above a
+    disk its coldest part is saved ahead, as a daemon does it.
+    """
     window = max(min(capacity_blocks // 8, STAGING_BLOCKS_MAX), 1)
     slots_bytes = header_bytes(capacity_blocks) + capacity_blocks * BLOCK_BYTES
     limits = CoreLimits(
@@ -112,6 +115,7 @@ def memory_of(capacity_blocks: int) -> Memory:
         region_share=1.0,
         region_slots_min=1,
         copies_in_flight_max=2**31,
+        save_ahead_share=ABOVE_DISK_SHARE if above_disk else 0.0,
     )
     return Memory(slots_bytes + window * BLOCK_BYTES, limits)
 
@@ -133,7 +137,8 @@ class Replay:
         """memory, archive: those of a certain daemon, whatever the blocks say. observe: told of
         each counted request, with the tier of each block of its leading hit.
         """
-        capacity_bytes, limits = memory or memory_of(capacity_blocks)
+        above_disk = archive is not None or disk_blocks > 0
+        capacity_bytes, limits = memory or memory_of(capacity_blocks, above_disk=above_disk)
         tiers = [TierSpec("host", TierKind.POOL, capacity_bytes, ingest=True)]
         self.archive = archive
         if archive is None and disk_blocks:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import Clock
 from kvstore.config import Settings
+from kvstore.core.ahead import ABOVE_DISK_SHARE
 from kvstore.policy.links import Link
 
 if TYPE_CHECKING:
@@ -23,9 +24,7 @@ DISK_LIMITS: dict[str, Any] = {
     # A long prompt is loaded at once, bounded by what the host tier can spare.
     "loads_in_flight_max": 1 << 16,
     "copies_in_flight_share": 0.5,
-    # Who puts never waits for the disk: what goes next is saved before, in bursts of so much; what
-    # could not be saved until then is dropped.
-    "save_ahead_share": 0.25,
+    "save_ahead_share": ABOVE_DISK_SHARE,
 }
 """The core's limits above a disk."""
 # What a load is taken for until some were measured: an ordinary NVMe device.
