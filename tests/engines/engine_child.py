@@ -2,6 +2,7 @@
 
     {"prompts": [[ids], ...], "max_tokens": n, "salt": s}  ->  {"tokens": ..., "cached": ...}
     {"keys": [ids], "salt": s}  ->  the store's keys of its whole blocks, in hexadecimal
+    {"metrics": prefix}  ->  vLLM's own counters whose names begin so; needs disable_log_stats False
     {"reset": true}  ->  vLLM's own caches are emptied, the connector's included if "connector"
 
 Each answer is one line that starts with MARK. The first line says that the engine is up.
@@ -57,6 +58,8 @@ def main() -> None:
             answer(generate(llm, command))
         elif "keys" in command:
             answer({"keys": keys_of(llm, command["keys"], command.get("salt"))})
+        elif "metrics" in command:
+            answer({"metrics": metrics(llm, command["metrics"])})
         elif "reset" in command:
             answer({"reset": llm.reset_prefix_cache(reset_connector=command.get("connector"))})
         else:
@@ -85,6 +88,15 @@ def generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
         "finish": [output.outputs[0].finish_reason for output in outputs],
         "cached": [int(output.num_cached_tokens or 0) for output in outputs],
         "s": time.monotonic() - begun,
+    }
+
+
+def metrics(llm: Any, prefix: str) -> dict[str, float]:
+    """By name and the label `outcome` where there is one: "name outcome"."""
+    return {
+        f"{metric.name} {metric.labels.get('outcome', '')}".strip(): metric.value
+        for metric in llm.get_metrics()
+        if metric.name.startswith(prefix) and hasattr(metric, "value")
     }
 
 

@@ -33,6 +33,8 @@ class Stored:
         engine.generate([only_mine])
         self.only_mine: str = keys_of(engine, only_mine)[0]
         engine.generate(prompts(1, seed=23))  # a step more, so that the last store has begun
+        engine.send({"metrics": "vllm:kvstore_"})
+        self.metrics: dict[str, float] = engine.receive()["metrics"]
         (space,) = operator(daemon, "spaces")["spaces"]
         self.space_id: int = space["space_id"]
         self.fingerprint: dict[str, Any] = space["fingerprint"]
@@ -49,7 +51,7 @@ def stored(
     model: Path, engines: Callable[..., Engine], daemon: Daemon
 ) -> Iterator[tuple[Stored, Daemon]]:
     daemon.start()
-    engine = engines(model, target=daemon.data_socket)
+    engine = engines(model, target=daemon.data_socket, disable_log_stats=False)
     made = Stored(engine, daemon)
     yield made, daemon
     check_ended_well(engine)
@@ -73,6 +75,13 @@ def test_what_is_stored_is_there_under_the_key_of_vllms_hash(
     assert len(first.keys) == STORED_TOKENS // 32
     for key in first.keys:
         assert explained(daemon, first.space_id, key) == ("HIT", [])
+
+
+def test_outcomes_are_among_vllms_own_metrics(stored: tuple[Stored, Daemon]) -> None:
+    first, _ = stored
+    blocks = len(ASKED) * STORED_TOKENS // 32
+    assert first.metrics["vllm:kvstore_tier_chunks store_stored"] >= blocks
+    assert first.metrics["vllm:kvstore_tier_chunks lookup_miss"] >= blocks
 
 
 def test_under_another_salt_nothing_was_ever_stored(stored: tuple[Stored, Daemon]) -> None:
