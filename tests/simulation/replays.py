@@ -2,7 +2,7 @@
 
 published: RAGPulse, LRU and the optimum at every published capacity, exactly. reference: every
 point of the reference table, LRU and hit density by replay, the optimum computed. times: time
-against no cache, of every policy.
+against no cache, of every policy. goals: what hit density has to reach, and whether it does.
 """
 
 from __future__ import annotations
@@ -24,6 +24,19 @@ ENGINE = TimeModel("Llama-3.1-8B 1xH100", PrefillCost(20.76, 3.926e-4), 131_072,
 """bf16; memory at 50 GB/s, an SSD at 3 GB/s: it loses below 58,000 tokens."""
 GATED_MAX, SPLIT_MAX = 0.97, 0.90
 """Goals for conversations at 1,000 blocks of memory and 10,000 of disk."""
+
+GOALS = (
+    ("mooncake_conversation", (5_859, 0), 17.5, 0.0),
+    ("mooncake_conversation", (10_000, 0), 23.0, 0.0),
+    ("toolagent_standin", (3_000, 0), 41.5, 0.0),
+    ("claude_code_a", (3_000, 0), 60.5, 0.0),
+    ("claude_code_a", (6_000, 0), 85.3, 0.0),
+    ("mooncake_conversation", (500, 5_000), 16.5, 0.35),
+    ("claude_code_a", (1_000, 10_000), 91.5, 1.1),
+)
+"""Trace, blocks of memory and disk, percent of tokens that hit at least, and writes for each block
+computed at most.
+"""
 
 
 def compare_published() -> Iterator[str]:
@@ -84,17 +97,34 @@ def compare_times(traces: list[str]) -> Iterator[str]:
             yield f"{name} {policy}: {ways}: goals {'reached' if reached else 'MISSED'}"
 
 
+def compare_goals(traces: list[str]) -> Iterator[str]:
+    """A line for each goal."""
+    for name, size, percent_min, writes_max in GOALS:
+        if traces and name not in traces:
+            continue
+        figures = Replay(policy_maker("hit_density", *size), *size).serve(requests(name))
+        percent, writes = 100 * figures.prefix_token_hit_rate, figures.writes_per_computed
+        reached = percent >= percent_min and writes <= writes_max
+        yield (
+            f"{name} {size[0]},{size[1]}: {percent:.2f} % (at least {percent_min}), "
+            f"{writes:.3f} writes (at most {writes_max}): {'reached' if reached else 'MISSED'}"
+        )
+
+
+COMPARISONS = {"reference": compare_reference, "times": compare_times, "goals": compare_goals}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("published", "reference", "times"))
+    parser.add_argument("what", choices=("published", *COMPARISONS))
     parser.add_argument(
-        "traces", nargs="*", help="of reference (without: all) and times (conversation)"
+        "traces", nargs="*", help="of reference, goals (without: all), times (conversation)"
     )
     asked = parser.parse_args()
     if asked.what == "published":
         lines = compare_published()
     else:
-        lines = (compare_reference if asked.what == "reference" else compare_times)(asked.traces)
+        lines = COMPARISONS[asked.what](asked.traces)
     for line in lines:
         print(line, flush=True)
 
