@@ -73,6 +73,7 @@ class SimulatedArchive:
 
     def save(self, blocks: Sequence[tuple[bytes, bytes, int]]) -> list[bytes]:
         """Writes (key, parent, depth) each; the keys that were aged out for them."""
+        self.touch()  # before it is chosen who goes
         ring = self._ring
         aged: list[bytes] = []
         owed: list[Victim] = []
@@ -93,8 +94,8 @@ class SimulatedArchive:
         ring.release(owed)
         if written:
             self._settle([slot for slot, _ in written], [block for _, block in written])
-            if ring.is_short():
-                ring.stock()
+            while ring.stock():
+                pass
         return aged
 
     def _forget(self, row: int) -> bytes:

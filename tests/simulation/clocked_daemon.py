@@ -49,12 +49,20 @@ class ClockedApp(app.App):
     async def _quiet(self) -> None:
         turns = 0
         while turns < QUIET_TURNS and not self._stop.is_set():
-            turns = 0 if self._store.busy else turns + 1
+            turns = 0 if self._store.busy or self._is_short() else turns + 1
             if turns:
                 await asyncio.sleep(0)
             else:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), POLL_S)
+
+    def _is_short(self) -> bool:
+        """Whether the disk tier is about to make files for what comes next."""
+        volume = None if self._parts.disk is None else self._parts.disk.volume
+        if volume is None:
+            return False
+        with volume.books:
+            return volume.ring.is_short()
 
 
 def main() -> None:

@@ -410,10 +410,14 @@ class Writer:
         """Makes the segments that the next batches will need, so that none waits for them. What
         fails is no trouble yet: it is tried again when it is needed.
         """
-        with self._volume.books:
-            segments = self._volume.ring.stock()
-        if failed := self._make_segments(segments):
-            log.debug("no segment is made ahead: %s", failed)
+        while True:
+            with self._volume.books:
+                segments = self._volume.ring.stock()
+            if not segments:
+                return
+            if failed := self._make_segments(segments):
+                log.debug("no segment is made ahead: %s", failed)
+                return
 
     def reclaim(self, *, unlink_first: bool = False) -> None:
         """Retires segments until all fits into the capacity. OSError.
