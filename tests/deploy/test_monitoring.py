@@ -137,7 +137,7 @@ def test_no_label_has_a_value_that_the_page_does_not_bound(scraped: Scraped) -> 
     closed: dict[str, set[str]] = {
         "field": fields | {"other"},
         "reason": {reason.name for reason in Reason},
-        "tenant": {"default", tenant_label(TENANT)},
+        "tenant": {"default", tenant_label(TENANT), ""},
         "tier": {"host", "disk", ""},
     }
     seen: dict[str, set[str]] = {}
