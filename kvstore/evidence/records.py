@@ -69,7 +69,7 @@ class Records:
 
     requests: list[Request] = field(default_factory=list)
     lookups: Counter[bool] = field(default_factory=Counter)
-    """Look-ups by whether they were served."""
+    """Prompts that were looked up, by whether they were served: a prompt in parts counts once."""
     withheld_ms: float = 0.0
     """What withheld look-ups would have saved, by the plan."""
     withheld_tokens: int = 0
@@ -138,8 +138,9 @@ def _take(fields: dict[str, Any], at_s: float, records: Records) -> None:
         records.requests.append(_request(fields, evidence, at_s))
         records.arms[evidence["arm"]] += 1
     elif verb == "lookup":
-        arm = evidence.get("arm", "applied")
-        records.lookups[arm == "applied"] += 1
+        # Only a withheld side is recorded. One that was refused has none, and is asked again.
+        if not evidence.get("part") and fields.get("outcome") not in ("refused", "failed"):
+            records.lookups[evidence.get("arm", "applied") == "applied"] += 1
         would = evidence.get("would_load")
         if would:
             records.withheld_ms += would["saved_ms"] or 0.0

@@ -55,17 +55,41 @@ class Evidence:
         return sampling.audit_share > 0 and sampling.audited(_last_key(request))
 
     def withhold(
-        self, call: Call, arm: Arm, advice: Plan, layout: Layout, prompt_tokens: int
+        self, call: Call, arm: Arm, advice: Plan, layout: Layout, request: pb.LookupRequest
     ) -> Plan:
-        """The plan that a request of this side is given. What it would have loaded is recorded."""
-        request_id = call.record.record.request_id
-        if not arm.withheld or not advice.load_blocks:
-            call.the_session().withheld.served(request_id)
+        """The plan that a request of this side is given. What it would have loaded is recorded.
+
+        A prompt's first look-up stands for it. Its later ones, and those that only ask which blocks
+        are still to be pushed, are marked as parts: who counts prompts leaves them out.
+        """
+        record = call.record.record
+        # A push may ask under its request's name about other keys, which are on the other side.
+        pushing = all(query.rule == pb.HIT_RULE_BITMAP for query in request.queries)
+        part = pushing or bool(request.before_tokens)
+        if arm.withheld or part:
+            record.evidence = {"arm": arm.name.lower(), **({"part": True} if part else {})}
+        if not arm.withheld:
+            if not pushing:
+                call.the_session().withheld.served(record.request_id)
             return advice
+        if not advice.load_blocks:
+            return advice
+        if not pushing:
+            self._note_withheld(call, arm, advice, layout, part)
+        return advice._replace(
+            load_blocks=0,
+            recompute_tokens=min(request.prompt_tokens, TOKENS_MAX),
+            reason=arm.reason,
+        )
+
+    def _note_withheld(
+        self, call: Call, arm: Arm, advice: Plan, layout: Layout, part: bool
+    ) -> None:
         tokens = advice.load_blocks * layout.block_tokens
         saved_ms = max(0.0, advice.recompute_ms - advice.load_ms) if advice.recompute_ms else 0.0
-        call.record.record.evidence = {
-            "arm": arm.name.lower(),
+        record = call.record.record
+        record.evidence = {
+            **(record.evidence or {}),
             "would_load": {
                 "blocks": advice.load_blocks,
                 "tokens": tokens,
@@ -74,11 +98,8 @@ class Evidence:
                 "saved_ms": round(saved_ms, 3) if advice.recompute_ms else None,
             },
         }
-        self._boundary.metrics.withheld(arm, tokens, saved_ms / 1e3)
-        call.the_session().withheld.note(request_id, arm.reason)
-        return advice._replace(
-            load_blocks=0, recompute_tokens=min(prompt_tokens, TOKENS_MAX), reason=arm.reason
-        )
+        self._boundary.metrics.withheld(arm, 0 if part else 1, tokens, saved_ms / 1e3)
+        call.the_session().withheld.note(record.request_id, arm.reason)
 
     def declined(self, call: Call, request_id: str) -> Reason | None:
         """Why a load is declined whatever its keys: nothing is loaded in shadow mode, nor of a

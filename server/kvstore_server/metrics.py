@@ -94,10 +94,12 @@ class Metrics:
             saved_s = counts.prefill_saved_s.get(tenant, 0.0)
             counts.prefill_saved_s[tenant] = saved_s + prefill_saved_s
 
-    def withheld(self, arm: Arm, tokens: int, saving_s: float) -> None:
-        """A lookup found what was worth loading, and was not given it."""
+    def withheld(self, arm: Arm, lookups: int, tokens: int, saving_s: float) -> None:
+        """A lookup found what was worth loading, and was not given it. lookups: 0 for a later part
+        of a prompt that counts already.
+        """
         counts, side = self._counts, arm.name.lower()
-        counts.withheld_lookups[side] += 1
+        counts.withheld_lookups[side] += lookups
         counts.withheld_tokens[side] += tokens
         counts.withheld_saving_s += saving_s
 

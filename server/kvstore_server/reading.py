@@ -100,7 +100,7 @@ class ReadCalls:
         )
         if worth < tokens and not advice.load_blocks:
             advice = advice._replace(reason=Reason.DECLINED_GUARD)
-        shown = self.evidence.withhold(call, arm, advice, first.layout, request.prompt_tokens)
+        shown = self.evidence.withhold(call, arm, advice, first.layout, request)
         self._boundary.stage(call, "plan")
         self._note(call, presence, tokens, advice, None if shown is advice else shown.reason)
         if shown is advice:

@@ -221,6 +221,14 @@ def test_too_few_reports_of_what_was_looked_up_are_inconclusive(bench: Bench) ->
     assert "25% of the baseline look-ups were reported" in made["verdict"]["reasons"][0]
 
 
+def test_a_prompt_counts_as_one_look_up_and_a_refused_one_as_none(bench: Bench) -> None:
+    held_out = {"arm": "held_out"}
+    marks = [held_out, held_out | {"part": True}, None, {"arm": "applied", "part": True}]
+    rows = [{"timestamp": 1, "verb": "lookup", "evidence": one} for one in marks]
+    bench.write([*rows, *({**rows[2], "outcome": one} for one in ("refused", "failed", "miss"))])
+    assert read_records([bench.records]).lookups == {False: 1, True: 2}
+
+
 # ---------------------------------------------------------------- criteria
 
 
