@@ -3,6 +3,8 @@
 In this order: criteria that are not fixed give none. A bound that is broken rolls back, however few
 the requests. Too few requests, too few reports or sides of different traffic are inconclusive. Then
 one criterion that is broken rolls back, all that are met keep, and anything else is inconclusive.
+Requests that failed have no time to the first token, so that a store which fails the slow ones would
+look fast: where no criterion is about failures, more of them are inconclusive, too.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def decide(
     balance: Change,
     coverage: Mapping[str, float],
 ) -> Verdict:
-    """problem: why the criteria are not fixed, or empty. changes: by metric, of all requests.
+    """problem: why the criteria are not fixed, or empty. changes: by metric, of all requests; those
+    of the criteria and failed.mean.
     figures: of the daemons, by bound. balance: of the prompts' lengths. coverage: by side, the
     share of look-ups that were reported.
     """
@@ -71,6 +74,10 @@ def decide(
     open_ = [one for one in judged if one.state != "met"]
     if open_:
         return Verdict(INCONCLUSIVE, _told(open_), tuple(judged))
+    failed = changes["failed.mean"]
+    if failed.worse and not any(one.metric == failed.metric for one in criteria.criterion):
+        why = f"failed.mean: {failed.interval} more fail, and no criterion says how many may"
+        return Verdict(INCONCLUSIVE, (why,), tuple(judged))
     return Verdict(KEEP, ("every criterion is met",), tuple(judged))
 
 

@@ -203,6 +203,30 @@ def test_more_failures_roll_back_whatever_the_speed(bench: Bench) -> None:
     assert failed["change"] == pytest.approx(0.2)
 
 
+FAILED_CRITERION = """
+[[criterion]]
+metric = "failed.mean"
+keep_at_most = 0.02
+roll_back_above = 0.05
+"""
+
+
+def test_more_failures_are_not_kept_though_no_criterion_is_about_them(bench: Bench) -> None:
+    bench.criteria.write_text(CRITERIA.replace(FAILED_CRITERION, ""))
+    made = bench.report(lines(50, failed=60), code=1)
+    assert made["verdict"]["word"] == "inconclusive"
+    assert {one["state"] for one in made["verdict"]["judged"]} == {"met"}
+    (reason,) = made["verdict"]["reasons"]
+    assert reason.startswith("failed.mean: +0.1")
+    assert bench.report(lines(50), code=0)["verdict"]["word"] == "keep", "none fails"
+
+
+def test_failures_within_a_criterion_about_them_are_kept(bench: Bench) -> None:
+    allowing = FAILED_CRITERION.replace("0.02", "0.5").replace("0.05", "0.6")
+    bench.criteria.write_text(CRITERIA.replace(FAILED_CRITERION, allowing))
+    assert bench.report(lines(50, failed=60), code=0)["verdict"]["word"] == "keep"
+
+
 def test_a_mismatch_rolls_back_whatever_the_sample(bench: Bench) -> None:
     made = bench.report(lines(50, each=10, mismatches=1), code=1)
     assert made["verdict"]["word"] == "roll back"
