@@ -3,8 +3,8 @@
 In this order: criteria that are not fixed give none. A bound that is broken rolls back, however few
 the requests. Too few requests, too few reports or sides of different traffic are inconclusive. Then
 one criterion that is broken rolls back, all that are met keep, and anything else is inconclusive.
-Requests that failed have no time to the first token, so that a store which fails the slow ones would
-look fast: where no criterion is about failures, more of them are inconclusive, too.
+Requests that failed have no time to the first token, so that a store which fails the slow ones
+would look fast: where no criterion is about failures, more of them are inconclusive, too.
 """
 
 from __future__ import annotations
