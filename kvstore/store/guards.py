@@ -17,6 +17,7 @@ On the event loop's thread, fed by the store's tick. Each change is told to `lis
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -270,7 +271,7 @@ class Guards:
         """A tenant's client measured a load from this tier, and knows the time that prefilling the
         same tokens takes.
         """
-        if load_s <= 0 or prefill_s <= 0:
+        if not (0 < load_s < math.inf and 0 < prefill_s < math.inf):  # nor what is no number
             return
         guard = self._loads.get((tenant, tier))
         if guard is None:

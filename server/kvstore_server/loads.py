@@ -24,6 +24,11 @@ SECONDS_MAX = 86_400.0
 """Of what a client reports: sums stay sums whatever one of them says."""
 
 
+def seconds_of(us: float) -> float:
+    """Seconds of microseconds that a client reports, within bounds; 0 for what is no number."""
+    return min(us / 1e6, SECONDS_MAX) if us > 0 else 0.0
+
+
 class _Granted(NamedTuple):
     tier: int
     asked_ns: int
@@ -67,7 +72,7 @@ class Loads:
                 self._store.note_load(length_bytes, copy_ns)
             return 0, 0
         self._store.note_load(length_bytes, load_ns - granted.waited_ns)
-        saved_s = min(report.prefill_saved_us / 1e6, SECONDS_MAX)
+        saved_s = seconds_of(report.prefill_saved_us)
         now_ns = self._store.clock.monotonic_ns()
         self._store.guards.loaded(self._tenant, granted.tier, load_ns / 1e9, saved_s, now_ns)
         predicted_us = min(report.predicted_us, PREDICTED_US_MAX)

@@ -26,7 +26,7 @@ from kvstore_server.advice import (
 )
 from kvstore_server.boundary import Boundary, Call, bound_text
 from kvstore_server.evidence import Evidence
-from kvstore_server.loads import SECONDS_MAX, Loads
+from kvstore_server.loads import Loads, seconds_of
 
 GROUPS_MAX = 16
 
@@ -310,14 +310,14 @@ class ReadCalls:
         if reason is Reason.OK and session.fd_bound:
             # Who maps no memory was sent the bytes: that tells nothing of copies out of memory.
             load_us, predicted_us = self._loads.ended(report, blocks)
-        copy_s = min(report.copy_us / 1e6, SECONDS_MAX) if known else 0.0
+        copy_s = seconds_of(report.copy_us) if known else 0.0
         self._boundary.metrics.loaded(
             self._tenant,
             reason,
             length_bytes=blocks,
             tokens=min(report.tokens, TOKENS_MAX),
             copy_s=copy_s,
-            prefill_saved_s=max(0.0, min(report.prefill_saved_us / 1e6, SECONDS_MAX)),
+            prefill_saved_s=seconds_of(report.prefill_saved_us),
         )
         call.record.loaded(
             report.request_id,

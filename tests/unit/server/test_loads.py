@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ import pytest
 
 from kvstore.testing.clock import ManualClock
 from kvstore.wire.v1 import store_pb2 as pb
-from kvstore_server.loads import Loads
+from kvstore_server.loads import SECONDS_MAX, Loads, seconds_of
 from kvstore_server.metrics import Metrics
 
 MS = 10**6
@@ -36,7 +37,13 @@ class Told:
 
 
 def measured(
-    *, waited_ms: int, load_ms: int, since_ms: int, predicted_ms: int = 0, copy_ms: int = 1
+    *,
+    waited_ms: int,
+    load_ms: int,
+    since_ms: int,
+    predicted_ms: int = 0,
+    copy_ms: int = 1,
+    saved_us: float = 50_000,
 ) -> tuple[Told, Metrics, tuple[int, int]]:
     """A load from disk: the daemon waited, and the release came so long after the asking."""
     told, metrics = Told(), Metrics()
@@ -50,7 +57,7 @@ def measured(
         copy_us=copy_ms * 1_000,
         load_us=load_ms * 1_000,
         predicted_us=predicted_ms * 1_000,
-        prefill_saved_us=50_000,
+        prefill_saved_us=saved_us,
     )
     return told, metrics, loads.ended(report, BYTES)
 
@@ -85,6 +92,18 @@ def test_without_a_prediction_there_is_nothing_to_compare() -> None:
     told, metrics, figures = measured(waited_ms=0, load_ms=4, since_ms=5)
     assert (told.noted, figures) == ([(BYTES, 4 * MS)], (4_000, 0))
     assert not any("_predict" in name for name in metrics.flat())
+
+
+@pytest.mark.parametrize(
+    ("us", "expected_s"),
+    [(2.5e6, 2.5), (0.0, 0.0), (-1.0, 0.0), (math.nan, 0.0), (math.inf, SECONDS_MAX)],
+)
+def test_what_a_client_reports_is_a_number_of_seconds_within_bounds(
+    us: float, expected_s: float
+) -> None:
+    assert seconds_of(us) == expected_s
+    told, _, _ = measured(waited_ms=0, load_ms=4, since_ms=5, saved_us=us)
+    assert told.guarded == [("default", 1, 0.004, expected_s)]
 
 
 def test_leases_that_never_end_are_forgotten() -> None:
