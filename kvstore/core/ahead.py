@@ -26,6 +26,10 @@ MOVING_NS = 20_000_000
 """While blocks are being stored or loaded, it is looked so often at most: they have taken their
 slots already, and what they tell of what is used again is not known before they are there.
 """
+REST_NS = 500_000_000
+"""After saves that failed, with none in between that did not: an archive that takes nothing refuses
+all of them at once, and would be asked again as fast as it can say no.
+"""
 
 
 class Ahead:
@@ -36,7 +40,9 @@ class Ahead:
         self.moves = moves
         self._looked: dict[Pool, tuple[int, int]] = {}
         self._seen_ns = 0
-        self._ended = 0
+        self._made_room = 0
+        self._saved = self._failed = 0
+        self._rests_until_ns = 0
         self._ending = False
 
     def save_coldest(self, now_ns: int) -> int:
@@ -45,7 +51,7 @@ class Ahead:
         """
         begun = self.books.moving
         share = self.books.limits.save_ahead_share
-        if share and self._waits(now_ns):
+        if share and (self._rests(now_ns) or self._waits(now_ns)):
             return 0
         for arena, archive in self._arenas() if share else ():
             ahead_bytes = int(share * arena.capacity_bytes)
@@ -59,12 +65,23 @@ class Ahead:
     def _waits(self, now_ns: int) -> bool:
         """Whether blocks are on their way in, and no save has made room for another since."""
         books = self.books
-        ended = books.counters["saved"] + books.counters["saves_failed"]
+        saved = books.counters["saved"]
         coming = len(books.flights) > books.moving
-        if coming and ended == self._ended and now_ns - self._seen_ns < MOVING_NS:
+        if coming and saved == self._made_room and now_ns - self._seen_ns < MOVING_NS:
             return True
-        self._seen_ns, self._ended = now_ns, ended
+        self._seen_ns, self._made_room = now_ns, saved
         return False
+
+    def _rests(self, now_ns: int) -> bool:
+        """Whether saves have failed of late, and none has succeeded since."""
+        counters = self.books.counters
+        saved, failed = counters["saved"], counters["saves_failed"]
+        if saved != self._saved:
+            self._rests_until_ns = 0
+        elif failed != self._failed:
+            self._rests_until_ns = now_ns + REST_NS
+        self._saved, self._failed = saved, failed
+        return now_ns < self._rests_until_ns
 
     def _is_due(self, pool: Pool, evictions: int, wanted: int, now_ns: int) -> bool:
         """Whether another look is worth its time: some went since, or it was a while ago."""

@@ -115,8 +115,10 @@ def test_the_hottest_are_saved_before_an_end_ancestors_first() -> None:
 class Ahead(Bench):
     """A host of 16 slots, the coldest half of which is saved ahead."""
 
-    def __init__(self) -> None:
-        limits = CoreLimits(staging_bytes=4 * BLOCK, staging_share=0.9, save_ahead_share=0.5)
+    def __init__(self, **bounds: int) -> None:
+        limits = CoreLimits(
+            staging_bytes=4 * BLOCK, staging_share=0.9, save_ahead_share=0.5, **bounds
+        )
         super().__init__(slots=16, disk=True, limits=limits)
         self.writer = self.session()
         self.id = self.space(self.writer)
@@ -154,6 +156,48 @@ def test_while_blocks_come_in_it_is_not_decided_anew_with_each_of_their_copies()
     assert bench.out("commit")
     assert bench.core.save_ahead(False, bench.now_ns) == 0, "their commit will tell more"
     assert bench.core.save_ahead(False, bench.now_ns + SECOND) > 0, "but not for long"
+
+
+def refuse_from(bench: Bench, first: int) -> int:
+    """The saves that are out end; from that one on they are refused. How many were."""
+    out = bench.out("save")
+    for index, copy in enumerate(out):
+        bench.finish(copy, Reason.OK if index < first else Reason.DECLINED_GUARD)
+    bench.run()
+    return len(out) - first
+
+
+def test_an_archive_that_refuses_all_saves_is_asked_again_after_a_while_only() -> None:
+    bench = Ahead(copies_in_flight_max=2, copies_in_flight_bytes=0)
+    bench.fill()
+    bench.hold_copies = True
+    assert bench.core.save_ahead(False, bench.now_ns) == 2, "as many as may be out"
+    refused = refuse_from(bench, 0)
+    for _ in range(50):  # each completion leads to another look
+        bench.core.save_ahead(False, bench.now_ns)
+        refused += refuse_from(bench, 0)
+    assert refused == 2, "time stands still"
+    bench.pass_time(SECOND)
+    assert bench.core.save_ahead(False, bench.now_ns) == 2, "it may take some by now"
+    refuse_from(bench, 1)
+    assert bench.core.save_ahead(False, bench.now_ns) == 2, "one went well: on with it at once"
+    refuse_from(bench, 0)
+    assert bench.core.save_ahead(False, bench.now_ns) == 0
+
+
+def test_refused_saves_of_victims_are_one_a_victim() -> None:
+    bench = Bench(slots=8, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    for index in range(4):
+        bench.put(session, space, keys(2, f"prompt {index}"))
+    bench.hold_copies = True
+    bench.reserve(session, space, keys(1, "new"))
+    refused = refuse_from(bench, 0)
+    for _ in range(50):
+        bench.core.save_ahead(False, bench.now_ns)
+        refused += refuse_from(bench, 0)
+    assert 1 <= refused <= 2, "the victim, and what it is a continuation of"
 
 
 def test_what_an_archive_ages_out_is_not_saved_ahead_for_ever() -> None:
