@@ -4,6 +4,7 @@ While the weights' digest is being computed, blocks are held by the daemon for t
 soon as it is known they are shared. Weight files that changed after the engine's process began are
 not believed to be what the engine has loaded. After the engine's weights may have changed
 (`reset`), the digest of files says nothing any more: blocks are held again, under another epoch.
+What is held is of this object alone, whatever a person approves of another (`unnamed_weights`).
 
 Used by the engine adapters, whose `AsyncTier` asks for the space before each call.
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from kvstore.model.fingerprint import Fingerprint
 from kvstore_client.client import Client, Space
+from kvstore_client.engines.unnamed_weights import new_mark, offer_of
 from kvstore_client.weights import WeightsDigest, WeightsError, weight_files
 
 __all__ = ["ModelSpaces", "changed_files", "process_start_ns"]
@@ -45,18 +47,18 @@ class ModelSpaces:
     ) -> None:
         self._client = client
         self._lock = threading.Lock()
-        self._fingerprint = fingerprint
+        self._mark = new_mark()
         self._weights = weights
         self._doubt = doubt
-        self._space = client.space(fingerprint)
+        self._use(fingerprint)
         if weights is not None:
             weights.start()
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """In use now."""
+        """As it is offered now."""
         with self._lock:
-            return self._fingerprint
+            return offer_of(self._fingerprint, self._mark)
 
     def current(self) -> Space:
         """The space of the fingerprint in use, completed as soon as the weights are known."""
@@ -85,7 +87,7 @@ class ModelSpaces:
 
     def _use(self, fingerprint: Fingerprint) -> None:
         self._fingerprint = fingerprint
-        self._space = self._client.space(fingerprint)
+        self._space = self._client.space(offer_of(fingerprint, self._mark))
 
     def reset(self) -> None:
         """From now on nothing that was stored before is found."""

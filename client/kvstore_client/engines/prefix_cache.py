@@ -27,6 +27,7 @@ from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.keys import BlockKey
 from kvstore.model.layout import layout_of
 from kvstore_client.engines.kv_blocks import BlockCutter, UnsupportedCacheError, rebuild_cache
+from kvstore_client.engines.unnamed_weights import new_mark, offer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,9 +83,9 @@ class PrefixCache:
 
     `fingerprint`: of `model`, see `fingerprint_of`. While its weights revision is unknown and
     `weights` is given, the revision is asked for before each call (never waited for), and blocks
-    are held by the daemon for this process group alone. `salt`: the cache salt of all prompts
-    (tenants of one application). `prefill`: the cost of computing a prompt, so that a hit that is
-    slower than that is not loaded.
+    are held by the daemon for this object alone, whatever a person approves of another. `salt`: the
+    cache salt of all prompts (tenants of one application). `prefill`: the cost of computing a
+    prompt, so that a hit that is slower than that is not loaded.
     """
 
     def __init__(
@@ -104,17 +105,17 @@ class PrefixCache:
         self._salt = salt
         self._prefill = prefill
         self._clock_ns = clock_ns
-        self._fingerprint = fingerprint
-        self._space = client.space(fingerprint)
+        self._mark = new_mark()
+        self._use(fingerprint)
         self._block_tokens = fingerprint.encoding.block_tokens
         self._rows: npt.NDArray[np.uint8] = np.empty((0, 0), np.uint8)
         self._audits: OrderedDict[BlockKey, int] = OrderedDict()
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The fingerprint in use; completed as soon as the weights are known."""
+        """As it is offered now; completed as soon as the weights are known."""
         self._complete_fingerprint()
-        return self._fingerprint
+        return offer_of(self._fingerprint, self._mark)
 
     def restore(self, token_ids: Sequence[int], *, request_id: str = "") -> Restored:
         """A cache of the longest stored prefix of `token_ids`, at least one token short of all.
@@ -230,8 +231,11 @@ class PrefixCache:
             return
         revision = self._weights.result_if_ready()
         if revision is not None:
-            self._fingerprint = self._fingerprint.complete(revision)
-            self._space = self._client.space(self._fingerprint)
+            self._use(self._fingerprint.complete(revision))
+
+    def _use(self, fingerprint: Fingerprint) -> None:
+        self._fingerprint = fingerprint
+        self._space = self._client.space(offer_of(fingerprint, self._mark))
 
     def _rows_for(self, blocks: int) -> npt.NDArray[np.uint8]:
         """`[blocks, block_bytes]`, kept for the next call: first-touch faults cost more than the

@@ -222,6 +222,16 @@ def test_a_window_that_dropped_tokens_is_a_skipped_save_with_the_reason() -> Non
     assert cache.save(ids[:90], made.cache, from_token=90).why == "no new whole block"
 
 
+def test_unnamed_weights_are_of_one_cache() -> None:
+    """Another model under the same name may be quite another: an approval must not join them."""
+    client, ids = MemoryClient(), tokens(80)
+    one, other = (opened(tiny(), client, weights_revision=None) for _ in range(2))
+    one.save(ids, generate(tiny(), ids, None, 1).cache)
+    assert one.restore(ids).tokens == 64
+    assert other.restore(ids).tokens == 0
+    assert one.fingerprint.complete("v1") != other.fingerprint.complete("v1")
+
+
 def test_the_fingerprint_is_completed_when_the_weights_are_known(tmp_path: Path) -> None:
     model, client = tiny(), MemoryClient()
     model.save_pretrained(tmp_path / "model")

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.core.reviews import Review, Reviews
+from kvstore.model.fingerprint import Verdict, compare
 from kvstore.model.layout import layout_of
 from kvstore.model.reasons import KVStoreError
 from kvstore_client import Client
@@ -259,6 +261,30 @@ def test_after_a_reset_a_digest_of_files_says_nothing_any_more(tmp_path: Path) -
     spaces.current()
     assert spaces.fingerprint.identity.weights_revision is None
     spaces.close()
+    store.close()
+
+
+def test_an_approval_speaks_for_one_object_and_no_later_one() -> None:
+    """Other weights may lie in the same folder by then, and nothing in the offer tells them."""
+    store = FakeStore()
+    client = Client("/fake", transport=store.transport)
+    first, later = (ModelSpaces(client, model(revision=None)) for _ in range(2))
+    first.reset()
+    later.reset()
+    approved, offered = first.fingerprint, later.fingerprint
+    reviews = Reviews()
+    reviews.add(Review(1, "", approved, 0, state="approved", revision="v1"))
+    assert reviews.resolve("", approved).missing() == ()
+    assert reviews.resolve("", offered).missing() == ("identity.weights_revision",)
+    verdict = compare(reviews.resolve("", approved), offered, frozenset({"encoding.codec"})).verdict
+    assert verdict is Verdict.INCOMPATIBLE
+    again = ModelSpaces(client, model())
+    assert again.fingerprint == model(), "weights with a name are offered by it alone"
+    long = dataclasses.replace(model(revision=None).identity, config_digest="\u00e4" * 128)
+    marked = ModelSpaces(client, dataclasses.replace(model(), identity=long)).fingerprint
+    assert marked.identity.config_digest is not None
+    assert len(marked.identity.config_digest.encode()) <= 256
+    client.close()
     store.close()
 
 
