@@ -61,8 +61,7 @@ class Loads:
         """
         granted = self._granted.pop(report.lease_id, None)
         copy_ns = report.copy_us * NS_PER_US
-        if granted is None:
-            self._store.note_load(length_bytes, copy_ns)
+        if granted is None:  # nothing bounds what is said of it
             return 0, 0
         # Since it was asked for it took at most: who says more teaches others nothing.
         most_ns = self._store.clock.monotonic_ns() - granted.asked_ns + ON_THE_WAY_NS

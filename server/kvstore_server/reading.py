@@ -286,7 +286,8 @@ class ReadCalls:
             ending.discard(report.lease_id)
         session = call.the_session()
         for lease_id in lease_ids:
-            self._loads.forget(lease_id)
+            if self._store.leased_bytes(session, lease_id, 1):  # else it may be another session's
+                self._loads.forget(lease_id)
         released, unknown = self._store.release(session, lease_ids)
         unheard = list(map(session.grants.give_up, request.unheard))
         released += self._store.release(session, unheard)[0]

@@ -88,6 +88,13 @@ def test_a_copy_that_took_longer_than_its_lease_teaches_nothing() -> None:
     assert (told.noted, figures) == ([], (0, 0))
 
 
+def test_a_lease_that_is_not_known_teaches_nothing() -> None:
+    told = Told()
+    report = pb.LoadReport(lease_id=LEASE, copy_us=10**12, load_us=1, prefill_saved_us=1)
+    assert Loads(cast(Any, told), Metrics(), "default").ended(report, BYTES) == (0, 0)
+    assert (told.noted, told.guarded) == ([], [])
+
+
 def test_without_a_prediction_there_is_nothing_to_compare() -> None:
     told, metrics, figures = measured(waited_ms=0, load_ms=4, since_ms=5)
     assert (told.noted, figures) == ([(BYTES, 4 * MS)], (4_000, 0))

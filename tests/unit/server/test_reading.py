@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +15,8 @@ from kvstore.model.reasons import Reason
 from kvstore.model.record import RecordBuilder
 from kvstore.policy.links import Link
 from kvstore.policy.plan import plan, runs_of
+from kvstore.testing.clock import ManualClock
+from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_server.boundary import Call
 from kvstore_server.metrics import Metrics
 from kvstore_server.reading import ReadCalls
@@ -62,6 +66,40 @@ def test_only_what_is_worth_loading_is_a_hit(
     assert metrics.hit_tokens("default") == hit
     assert flat[f'kvstore_hit_tokens_total{{tenant="default",tier="{tier}"}}'] == hit
     assert flat.get('kvstore_declined_tokens_total{tenant="default"}', 0) == declined
+
+
+class Leasing:
+    """A store with one read lease a session: the session's own number."""
+
+    clock = ManualClock()
+
+    def leased_bytes(self, session: Any, lease_id: int, blocks: int) -> int:
+        return blocks * BLOCK_BYTES if lease_id == session.lease_id else 0
+
+    def release(self, session: Any, lease_ids: Sequence[int]) -> tuple[int, int]:
+        return lease_ids.count(session.lease_id), 0
+
+
+def reading(store: object) -> ReadCalls:
+    metrics = Metrics()
+    boundary = SimpleNamespace(metrics=metrics)
+    limits = SimpleNamespace(leases_per_session_max=10_000)
+    return ReadCalls(cast(Any, store), cast(Any, boundary), cast(Any, limits), "default")
+
+
+def call_of(lease_id: int) -> Call:
+    call = Call(0, RecordBuilder("release", "", "default", 0, 0.0), cast(Any, None))
+    grants = SimpleNamespace(give_up=lambda nonce: 0)
+    call.session = cast(Any, SimpleNamespace(lease_id=lease_id, grants=grants))
+    return call
+
+
+def test_a_session_cannot_make_another_ones_lease_unknown() -> None:
+    reads = reading(Leasing())
+    for lease_id in (1, 2):
+        reads._loads.granted(lease_id, 0, 0)
+    asyncio.run(reads.release(pb.ReleaseRequest(lease_ids=[1, 2]), call_of(1)))
+    assert list(reads._loads._granted) == [2]
 
 
 def test_a_hit_that_is_declined_is_none() -> None:
