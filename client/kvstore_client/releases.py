@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kvstore.model.values import REPORTS_PER_CALL_MAX
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client.session import NS_PER_MS, Session
 
@@ -59,10 +60,12 @@ class Releases:
     def take(self, session: Session | None) -> list[Release]:
         """The next ones of this session; leases of another one are void."""
         batch: list[Release] = []
-        while self._waiting and len(batch) < RELEASES_PER_CALL:
+        outcomes = 0
+        while self._waiting and len(batch) < RELEASES_PER_CALL and outcomes < REPORTS_PER_CALL_MAX:
             release = self._waiting.popleft()
             if release.session is session:
                 batch.append(release)
+                outcomes += release.outcome is not None
         return batch
 
     def put_back(self, batch: Sequence[Release], now_ns: int) -> None:
@@ -76,11 +79,12 @@ class Releases:
 
     def end(self, session: Session | None) -> list[Release]:
         """Forgets all; gives the last ones of this session that have something to report."""
-        kept = [
-            one for one in self._waiting if one.session is session and (one.report or one.outcome)
-        ]
+        kept = Releases()
+        for one in reversed(self._waiting):
+            if one.report or one.outcome:
+                kept._waiting.append(one)
         self._waiting.clear()
-        return kept[-RELEASES_PER_CALL:]
+        return kept.take(session)[::-1]
 
     def clear(self) -> None:
         self._waiting.clear()

@@ -19,6 +19,9 @@ PAGE_BYTES = 4_096
 STAGING = -1
 """`Place.tier` of a session's staging region."""
 
+REPORTS_PER_CALL_MAX = 256
+"""Reports of requests in one call, and of audits: each makes a record on the daemon's loop."""
+
 
 class TierKind(enum.Enum):
     """POOL: the core names its slots. ARCHIVE: addressed by key, it ages by itself."""

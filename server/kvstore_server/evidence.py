@@ -17,6 +17,7 @@ from kvstore.model.plan import Plan
 from kvstore.model.reasons import BadRequest, KVStoreError, Reason
 from kvstore.model.record import KEY_SHOWN_BYTES, RecordBuilder
 from kvstore.model.sampling import Arm
+from kvstore.model.values import REPORTS_PER_CALL_MAX
 from kvstore.store import Store
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_server.boundary import Boundary, Call, bound_text
@@ -151,6 +152,10 @@ class Evidence:
 
     def check(self, request: pb.ReleaseRequest) -> None:
         """BadRequest for a report that cannot be one; before anything is done."""
+        for name, reports in (("requests", request.requests), ("audits", request.audits)):
+            if len(reports) > REPORTS_PER_CALL_MAX:
+                text = f"{REPORTS_PER_CALL_MAX} {name} at most in a release"
+                raise BadRequest(Reason.BAD_SIZE, text, name)
         for report in request.requests:
             bound_text(report.request_id, "request_id")
             _check_key(report.last_key, "last_key")

@@ -266,10 +266,7 @@ class ReadCalls:
 
     async def release(self, request: pb.ReleaseRequest, call: Call) -> pb.ReleaseReply:
         limit = self._limits.leases_per_session_max
-        given = (
-            *(request.lease_ids, request.reports, request.unheard),
-            *(request.requests, request.audits),
-        )
+        given = (request.lease_ids, request.reports, request.unheard)
         if max(map(len, given)) > limit:
             raise BadRequest(
                 Reason.BAD_SIZE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvstore.model.reasons import BadRequest, Reason
 from kvstore.model.sampling import Arm
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client import ClientConfig, Tolerance
-from kvstore_client.releases import Release, Releases
+from kvstore_client.releases import Release, Releases, request_of
 from kvstore_client.testing import FakeStore, FakeTransport
 from tests.client_kit import BLOCK_TOKENS, MakeClient, clients, model, rows, tokens
 
@@ -247,6 +248,24 @@ def test_a_prompt_of_several_calls_is_known_by_its_last_block(make: MakeClient) 
         assert asked == [b""], "the call's own last key says it"
     finally:
         store.close()
+
+
+def test_no_more_reports_go_in_a_call_than_the_daemon_takes() -> None:
+    session: Any = SimpleNamespace(secret=b"s")
+    waiting = Releases()
+    outcomes = [pb.RequestReport(request_id=str(index)) for index in range(600)]
+
+    def add_all() -> None:
+        for index, outcome in enumerate(outcomes):
+            waiting.add(Release(session, 1 + index), 0)
+            waiting.add(Release(session, 0, outcome=outcome), 0)
+
+    add_all()
+    calls = [request_of(batch) for batch in iter(lambda: waiting.take(session), [])]
+    assert [len(call.requests) for call in calls] == [256, 256, 88]
+    assert [lease for call in calls for lease in call.lease_ids] == list(range(1, 601))
+    add_all()
+    assert [one.outcome for one in waiting.end(session)] == outcomes[-256:], "the last ones"
 
 
 def test_a_report_that_was_not_sent_is_not_said_twice() -> None:

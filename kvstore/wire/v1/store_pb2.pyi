@@ -1272,11 +1272,11 @@ class ReleaseRequest(google.protobuf.message.Message):
 
     @property
     def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestReport]:
-        """as many as lease_ids may be"""
+        """256 at most"""
 
     @property
     def audits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AuditReport]:
-        """a mismatch holds the fingerprint for review"""
+        """256 at most; a mismatch holds the fingerprint for review"""
 
     def __init__(
         self,

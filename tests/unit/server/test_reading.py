@@ -11,8 +11,9 @@ import pytest
 
 from kvstore.model.cost import PrefillCost
 from kvstore.model.hits import GroupPresence, HitRule
-from kvstore.model.reasons import Reason
+from kvstore.model.reasons import BadRequest, Reason
 from kvstore.model.record import RecordBuilder
+from kvstore.model.values import REPORTS_PER_CALL_MAX
 from kvstore.policy.links import Link
 from kvstore.policy.plan import plan, runs_of
 from kvstore.testing.clock import ManualClock
@@ -100,6 +101,25 @@ def test_a_session_cannot_make_another_ones_lease_unknown() -> None:
         reads._loads.granted(lease_id, 0, 0)
     asyncio.run(reads.release(pb.ReleaseRequest(lease_ids=[1, 2]), call_of(1)))
     assert list(reads._loads._granted) == [2]
+
+
+KEY = bytes(32)
+REPORTS: dict[str, Any] = {
+    "requests": pb.RequestReport(last_key=KEY),
+    "audits": pb.AuditReport(key=KEY, blocks=1),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_one_release_makes_a_bounded_number_of_records(name: str) -> None:
+    reads = reading(Leasing())
+    fits = pb.ReleaseRequest()
+    getattr(fits, name).extend([REPORTS[name]] * REPORTS_PER_CALL_MAX)
+    reads.evidence.check(fits)
+    getattr(fits, name).append(REPORTS[name])
+    with pytest.raises(BadRequest, match=name) as caught:
+        asyncio.run(reads.release(fits, call_of(1)))
+    assert (caught.value.reason, caught.value.setting) == (Reason.BAD_SIZE, name)
 
 
 def test_a_hit_that_is_declined_is_none() -> None:
