@@ -51,6 +51,7 @@ def facts_of(spec: Any, row_bytes: int) -> Facts:
         load_format=str(config.load_config.load_format),
         config=_plain_mapping(model.hf_config.to_dict()),
         settings=_settings(config),
+        updates=_updates_of(config),
         adapters=config.lora_config is not None,
         multimodal=bool(model.is_multimodal_model),
         hash_algorithm=str(cache.prefix_caching_hash_algo),
@@ -119,6 +120,15 @@ def _commit_of(hf_config: Any) -> str:
     commit = getattr(hf_config, "_commit_hash", None)
     known = isinstance(commit, str) and len(commit) == COMMIT_DIGITS
     return str(commit) if known else ""
+
+
+def _updates_of(config: VllmConfig) -> str:
+    """The settings that are there to change weights in place; see Facts."""
+    named = {
+        "weight_transfer_config": config.weight_transfer_config,
+        "worker_extension_cls": config.parallel_config.worker_extension_cls,
+    }
+    return ", ".join(name for name, value in named.items() if value)
 
 
 def _settings(config: VllmConfig) -> dict[str, object]:

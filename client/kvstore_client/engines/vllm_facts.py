@@ -30,7 +30,15 @@ from kvstore.model.layout import layout_of
 from kvstore.model.reasons import BadRequest
 from kvstore_client.effective_config import effective_config_digest
 
-__all__ = ["Facts", "Refused", "fingerprint_of", "key_of", "refusal", "weights_folder"]
+__all__ = [
+    "Facts",
+    "Refused",
+    "fingerprint_of",
+    "key_of",
+    "refusal",
+    "weights_folder",
+    "why_unnamed",
+]
 
 ADAPTER_FORMAT: Final = 1
 """Of keys and rows as this adapter makes them."""
@@ -66,7 +74,8 @@ class Facts:
     that change K or V. attention: of the only group: "full", "mla", or the name of what it is.
     copies: how many ranks' bytes a row holds, one after the other. row_bytes: of a row with its
     padding. attention_backend "", cpu_isa "": unknown. adapters: LoRA is enabled. multimodal: the
-    model takes more than tokens.
+    model takes more than tokens. updates: settings by which other code may change the weights while
+    the engine runs, "" if there are none.
     """
 
     vllm_version: str
@@ -75,6 +84,7 @@ class Facts:
     load_format: str
     config: Mapping[str, object]
     settings: Mapping[str, object]
+    updates: str
     adapters: bool
     multimodal: bool
     hash_algorithm: str
@@ -153,13 +163,15 @@ def fingerprint_of(
     """The fingerprint of an engine that is not refused. Raises Refused.
 
     model_name: default: the hub's id, or the last part of the path; equal for engines that share.
-    weights_revision: what the operator vouches for; default: the hub's commit if there is one, else
-    unknown.
+    weights_revision: what the operator vouches for; default: the hub's commit if there is one and
+    nothing but the engine changes the weights, else unknown.
     """
     why = refusal(facts)
     if why:
         raise Refused(why)
-    revision = weights_revision or (f"commit:{facts.commit}" if facts.commit else None)
+    revision = weights_revision or None
+    if revision is None and facts.commit and not facts.updates:
+        revision = f"commit:{facts.commit}"
     try:
         fingerprint = Fingerprint(
             identity=Identity(
@@ -242,9 +254,19 @@ def _config_digest(facts: Facts) -> str | None:
 
 
 def weights_folder(facts: Facts) -> Path | None:
-    """The folder whose files are the weights; None if they come from elsewhere, or are made up."""
+    """The folder whose files are the weights; None if they come from elsewhere, are made up, or may
+    be changed without a word to the tier.
+    """
     folder = Path(facts.model)
-    return folder if facts.load_format in FOLDER_FORMATS and folder.is_dir() else None
+    told = facts.load_format in FOLDER_FORMATS and not facts.updates
+    return folder if told and folder.is_dir() else None
+
+
+def why_unnamed(facts: Facts) -> str:
+    """Why neither a commit nor a digest of files names the weights."""
+    if facts.updates:
+        return f"{facts.updates} is set, by which weights are changed without a word to the tier"
+    return f"the weights of {facts.model} (load_format {facts.load_format}) cannot be told"
 
 
 def key_of(engine_key: bytes) -> BlockKey:

@@ -49,6 +49,7 @@ from kvstore_client.engines.vllm_facts import (
     fingerprint_of,
     key_of,
     weights_folder,
+    why_unnamed,
 )
 from kvstore_client.engines.vllm_options import Options
 from kvstore_client.weights import WeightsDigest
@@ -140,12 +141,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         folder = weights_folder(facts)
         unknown = fingerprint.identity.weights_revision is None
         if unknown and folder is None:
-            log.warning(
-                "kvstore: nothing is shared, since the weights of %s (load_format %s) cannot be "
-                "told. Set weights_revision",
-                facts.model,
-                facts.load_format,
-            )
+            log.warning("kvstore: nothing is shared: %s. Set weights_revision", why_unnamed(facts))
         spaces = ModelSpaces(
             options.client(str(spec.config.engine_id)),
             fingerprint,

@@ -25,6 +25,7 @@ from kvstore_client.engines.vllm_facts import (
     fingerprint_of,
     refusal,
     weights_folder,
+    why_unnamed,
 )
 from kvstore_client.engines.vllm_options import Options
 from kvstore_client.testing import FakeStore
@@ -45,6 +46,7 @@ def facts(**changed: Any) -> Facts:
         load_format="auto",
         config={"model_type": "llama", "rope_theta": 10000.0, "_name_or_path": "/a"},
         settings={"dtype": "torch.bfloat16", "quantization": None},
+        updates="",
         adapters=False,
         multimodal=False,
         hash_algorithm="sha256_cbor",
@@ -185,6 +187,18 @@ def test_a_folder_is_called_by_its_name_and_its_files_are_the_weights(tmp_path: 
     assert weights_folder(local) == folder
     assert weights_folder(facts(model=str(folder), load_format="dummy")) is None
     assert weights_folder(facts()) is None
+
+
+def test_weights_that_others_may_change_have_only_the_name_that_is_given(tmp_path: Path) -> None:
+    """No hook tells of such a change, so what the engine started from says nothing later."""
+    changing = facts(updates="weight_transfer_config", model=str(tmp_path))
+    assert fingerprint_of(changing).missing() == ("identity.weights_revision",)
+    assert weights_folder(changing) is None
+    assert weights_folder(dataclasses.replace(changing, updates="")) == tmp_path
+    assert "weight_transfer_config is set" in why_unnamed(changing)
+    assert "load_format dummy" in why_unnamed(facts(load_format="dummy"))
+    named = fingerprint_of(changing, weights_revision="step-7")
+    assert named.identity.weights_revision == "step-7"
 
 
 # ---------------------------------------------------------------- the space in use
