@@ -282,7 +282,8 @@ class Space:
         request_id: str = "",
     ) -> bool:
         """Tells what became of a request, whichever side it was on, for `kvstore report`. Makes no
-        call and never waits; True if the daemon will be told (some time soon, with the releases).
+        call and never waits; True if the daemon will be told: some time soon, with the releases, or
+        once one answers. False: the client is being closed.
 
         hit, fetched: of its lookup and of its load, None: nothing was loaded. first_token_ms,
         prefill_ms: 0 if they are not measured; the latter calibrates, too (see observe_prefill).

@@ -162,9 +162,17 @@ class Link:
         """Ends what the call with this nonce was granted, or will be. Never waits."""
         self._release(Release(session, 0, nonce=nonce))
 
-    def reported(self, session: Session, outcome: pb.RequestReport) -> None:
-        """Tells the daemon what became of a request, some time soon. Never waits."""
-        self._release(Release(session, 0, outcome=outcome))
+    def reported(self, session: Session | None, outcome: pb.RequestReport) -> bool:
+        """Tells the daemon what became of a request, some time soon. Never waits. session: in which
+        its space is known. False: the link is closed.
+        """
+        with self._changed:
+            if self._closed:
+                return False
+            # Without a session it waits for one that somebody needs.
+            if self._releases.report(session, outcome, self._clock()) and self._session is not None:
+                self._wake()
+            return True
 
     def _release(self, release: Release) -> None:
         with self._changed:
@@ -247,7 +255,7 @@ class Link:
             knock = self._knock_in_ns(now_ns) == 0 and not probe
             connect = self._session is None and (probe or self._wanted)
             session = self._session
-            due = self._releases.due_in_ns(now_ns) == 0 and not self._breaker.is_open
+            due = self._releases_in_ns(now_ns) == 0 and not self._breaker.is_open
             batch = self._releases.take(session) if due else []
         for over in retired:
             end_session(over)
@@ -270,18 +278,21 @@ class Link:
         if self._breaker.is_open:
             return self._breaker.probe_in_ns(now_ns) == 0 or self._knock_in_ns(now_ns) == 0
         wanted = self._wanted and self._session is None
-        return wanted or self._releases.due_in_ns(now_ns) == 0
+        return wanted or self._releases_in_ns(now_ns) == 0
 
     def _pause_s(self) -> float | None:
         """Until something is due by itself."""
         now_ns = self._clock()
         pause_ns = self._breaker.probe_in_ns(now_ns)
         if pause_ns is None:
-            pause_ns = self._releases.due_in_ns(now_ns)
+            pause_ns = self._releases_in_ns(now_ns)
         knock_ns = self._knock_in_ns(now_ns)
         if pause_ns is not None and knock_ns is not None:
             pause_ns = min(pause_ns, knock_ns)
         return None if pause_ns is None else pause_ns / 1e9
+
+    def _releases_in_ns(self, now_ns: int) -> int | None:
+        return self._releases.due_in_ns(now_ns, self._session)
 
     def _knock_in_ns(self, now_ns: int) -> int | None:
         """Until it is time to see whether somebody listens again; None: not what is waited for."""
@@ -407,9 +418,12 @@ class Link:
         try:
             self.call(batch[0].session, "Release", request, pb.ReleaseReply, RELEASE_TIMEOUT_S)
         except CallFailed as failure:
-            if failure.outage or failure.reason.is_retryable:
+            # A daemon that refuses, be it for a session that it does not know, has taken nothing.
+            over = failure.reason is Reason.SESSION_UNKNOWN
+            if failure.outage or failure.reason.is_retryable or over:
+                heard = failure.outage and not failure.absent
                 with self._changed:
-                    self._releases.put_back(batch, self._clock())
+                    self._releases.put_back(batch, self._clock(), heard=heard)
 
     # ---------------------------------------------------------------- end and forks
 

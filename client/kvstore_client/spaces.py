@@ -283,7 +283,8 @@ class SpaceCore:
     # ---------------------------------------------------------------- evidence
 
     def report(self, report: pb.RequestReport) -> bool:
-        """Sends a report (see `outcomes`) some time soon; False if there is nobody to be told."""
+        """Sends a report (see `outcomes`) some time soon, or once a daemon answers; False if the
+        client is being closed. BadRequest: it is."""
         check_request_id(report.request_id)
         if report.prefill_us and not report.failed:
             # The same figures tell what prefill costs; what is no prefill is ignored there.
@@ -292,11 +293,9 @@ class SpaceCore:
         link = self.root.link()
         session, _ = link.peek()
         binding = None if session is None else session.spaces.get(self.spec.fingerprint.digest)
-        if session is None or binding is None:
-            return False
-        report.space_id = binding.space_id
-        link.reported(session, report)
-        return True
+        if binding is not None:
+            report.space_id = binding.space_id
+        return link.reported(session, report)
 
     def compare(
         self,

@@ -114,13 +114,24 @@ def test_a_report_of_what_was_held_out_says_so(make: MakeClient, store: FakeStor
     assert Reason.from_wire(sent.reason) is Reason.DECLINED_HOLDOUT
 
 
-def test_nobody_to_be_told_is_no_error(make: MakeClient, store: FakeStore) -> None:
+def test_a_report_waits_for_a_daemon_and_a_closed_client_takes_none(
+    make: MakeClient, store: FakeStore
+) -> None:
     space = make(transport=store.transport).space(MODEL)
     hit = space.lookup(tokens(2))
     store.restart()
-    assert store.wait(lambda one: not one.leases)
-    other = make(transport=store.transport).space(MODEL)
-    assert other.report(hit, first_token_ms=1) is False
+    client = make(transport=store.transport)
+    other = client.space(MODEL)
+    assert other.report(hit, first_token_ms=1, failed=True, request_id="hurt")
+    assert not store.outcomes
+    other.lookup(tokens(2))
+    assert store.wait(lambda one: bool(one.outcomes))
+    (sent,) = store.outcomes
+    assert (sent.request_id, sent.failed, sent.space_id) == ("hurt", True, 0)
+    assert sent.last_key == hit.keys[-1]
+    client.close()
+    with pytest.raises(BadRequest, match="closed"):
+        other.report(hit, first_token_ms=1)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +285,7 @@ def test_a_report_that_was_not_sent_is_not_said_twice() -> None:
     waiting = Releases()
     outcome = pb.RequestReport(request_id="r")
     batch = [Release(session, 0, outcome=outcome), Release(session, 7, pb.LoadReport(lease_id=7))]
-    waiting.put_back(batch, 0)
+    waiting.put_back(batch, 0, heard=True)
     assert waiting.take(session) == [Release(session, 7)]
     waiting.add(batch[0], 0)
     assert waiting.end(session) == [batch[0]], "but one that waits goes with the goodbye"

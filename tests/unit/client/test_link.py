@@ -295,6 +295,35 @@ def test_a_release_that_was_refused_for_want_of_room_is_said_again(store: FakeSt
     case.link.close()
 
 
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_report_that_a_lost_session_refused_goes_with_the_next_one(
+    store: FakeStore, heard: bool
+) -> None:
+    """Unless no answer came: then the daemon may have counted it."""
+    case = Case(store)
+    first = case.session()
+    answers: list[Any] = [grpc.StatusCode.UNAVAILABLE if heard else refusal(Reason.SESSION_UNKNOWN)]
+    case.wrong["Release"] = lambda request: (
+        answers.pop() if answers else store.answer("Release", request)
+    )
+    assert case.link.reported(first, pb.RequestReport(request_id="old", space_id=1))
+    case.clock.advance(0.01)
+    with case.link._changed:
+        case.link._changed.notify_all()
+        assert case.link._changed.wait_for(lambda: not answers, 10)
+    case.link.lost(first)
+    assert case.link.reported(None, pb.RequestReport(request_id="new"))
+    case.session()
+    while not any(one.request_id == "new" for one in store.outcomes):
+        case.clock.advance(1.0)
+        with case.link._changed:
+            case.link._changed.notify_all()
+        store.wait(lambda s: bool(s.outcomes), 0.01)
+    seen = [(one.request_id, one.space_id) for one in store.outcomes]
+    assert seen == [("new", 0)] if heard else [("old", 0), ("new", 0)]
+    case.link.close()
+
+
 def test_close_detaches_and_ends_the_thread(case: Case, store: FakeStore) -> None:
     session = case.session()
     thread = case.link._thread
