@@ -88,6 +88,8 @@ class Arena:
         self.claims: dict[Claimant, Claim] = {}
         self.used_bytes = 0
         self.evictions = 0
+        self.paused = False
+        """Whether no memory is made for now: not even where others give theirs up."""
         self._policy = policy
 
     # ------------------------------------------------------------------ bytes
@@ -115,7 +117,9 @@ class Arena:
         return sum(self.staging.values())
 
     def room_bytes(self, claimant: Claimant) -> int:
-        """Free bytes that nobody else has claimed."""
+        """Free bytes that may be used now and that nobody else has claimed."""
+        if self.paused:
+            return 0
         claimed = sum(c.need_bytes for who, c in self.claims.items() if who != claimant)
         return max(self.free_bytes - claimed, 0)
 
@@ -191,7 +195,7 @@ class Arena:
         those of this tenant's other pools that are colder than anything of this pool; each coldest
         first. A tenant that has nothing at all may also take from the tenant that is fullest.
         """
-        if pool in self.claims or len(self.regions) == len(pool.regions):
+        if self.paused or pool in self.claims or len(self.regions) == len(pool.regions):
             return []
         tenant = pool.tenant
         others_over = any(self._share(t) > 1 for t in self.tenant_bytes if t != tenant)
@@ -275,8 +279,10 @@ class Arena:
 
     def next_grant(self) -> tuple[Claimant, int] | None:
         """The first claim that can be met, with its bytes; it is struck off. Claims that nothing
-        which is closing could meet are struck off too.
+        which is closing could meet are struck off too. None, too, while no memory is made.
         """
+        if self.paused:
+            return None
         free = self.free_bytes
         for claimant, claim in list(self.claims.items()):
             if free >= claim.need_bytes:

@@ -338,6 +338,13 @@ class Core:
         arena.grow(capacity_bytes)
         self._grant(arena, now_ns)
 
+    def pause_growth(self, tier: int, paused: bool, now_ns: int) -> None:
+        """Whether a pool makes no regions and no staging for now: it works with what it has."""
+        arena = self.books.arenas[tier]
+        assert arena is not None, "an archive keeps its own capacity"
+        arena.paused = paused
+        self._grant(arena, now_ns)
+
     def _grant(self, arena: Arena, now_ns: int) -> None:
         while (grant := arena.next_grant()) is not None:
             claimant, total_bytes = grant
@@ -461,19 +468,11 @@ class Core:
 
     def regions(self, tenant: str) -> list[Region]:
         """Open regions of a tenant, in all pools."""
-        return [
-            book.info
-            for arena in self.books.pools
-            for book in arena.regions.values()
-            if book.info.tenant == tenant
-        ]
+        return stats.regions(self.books, tenant)
 
     def region(self, region_id: int) -> Region | None:
         """An open region."""
-        for arena in self.books.pools:
-            if region_id in arena.regions:
-                return arena.regions[region_id].info
-        return None
+        return stats.region(self.books, region_id)
 
     def staging_of(self, session: int) -> int | None:
         """The session's staging region."""

@@ -9,7 +9,7 @@ from kvstore.core.books import Books
 from kvstore.core.leases import LeaseKind
 from kvstore.core.states import SlotState, SpaceState
 from kvstore.model.reasons import Reason
-from kvstore.model.values import CoreStats, KeyExplanation, PoolStats, SpaceRow, TenantStats
+from kvstore.model.values import CoreStats, KeyExplanation, PoolStats, Region, SpaceRow, TenantStats
 
 
 def space_rows(books: Books) -> list[SpaceRow]:
@@ -26,6 +26,24 @@ def space_rows(books: Books) -> list[SpaceRow]:
         )
         for space in books.spaces
     ]
+
+
+def regions(books: Books, tenant: str) -> list[Region]:
+    """Open regions of a tenant, in all pools."""
+    return [
+        book.info
+        for arena in books.pools
+        for book in arena.regions.values()
+        if book.info.tenant == tenant
+    ]
+
+
+def region(books: Books, region_id: int) -> Region | None:
+    """An open region."""
+    for arena in books.pools:
+        if region_id in arena.regions:
+            return arena.regions[region_id].info
+    return None
 
 
 def snapshot(books: Books, reviews_held: int) -> CoreStats:

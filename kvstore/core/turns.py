@@ -60,6 +60,8 @@ class Turns:
 
     def serve(self, now_ns: int) -> None:
         """Gives staging to those who wait, in their order, and sees to it that more comes."""
+        if self.books.ingest.paused:
+            return
         waiting = self.books.staging_waiting
         left = self._left_bytes()
         for session_id, least in list(waiting.items()):

@@ -48,6 +48,11 @@ class Regions:
         else:
             self._owed.pop(region_id, None)
 
+    def pause(self, paused: bool, now_ns: int) -> None:
+        """Whether no memory is made for now, ahead or on the spot."""
+        self._host.pause(paused)
+        self._core.pause_growth(self._host_tier, paused, now_ns)
+
     def retry(self) -> None:
         """Makes what could not be made before."""
         for effect in list(self._owed.values()):

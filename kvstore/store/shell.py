@@ -103,7 +103,7 @@ class Store(Mapped):
             {i: one for i, one in (archives or {}).items() if isinstance(one, GuardedArchive)},
             reviews_held=lambda: len(core.reviews()),
             hold=self.hold,
-            pause_memory=host.pause,
+            pause_memory=lambda paused: self._regions.pause(paused, clock.monotonic_ns()),
         )
 
     # ------------------------------------------------------------------ life

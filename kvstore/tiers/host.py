@@ -126,7 +126,7 @@ class HostTier:
         self._thread.start()
 
     def pause(self, paused: bool) -> None:
-        """Whether no memory is prepared for regions to come. From any thread."""
+        """Whether no memory is made or faulted in ahead. From any thread."""
         resumed, self._paused = self._paused and not paused, paused
         if resumed:
             self._wake.set()
@@ -289,6 +289,7 @@ class HostTier:
             retired, self._retired = self._retired, []
             open_regions = (*self._regions.values(), *self._staging.values())
             cold = next((r.memory for r in open_regions if r.memory.cold), None)
+            cold = None if self._paused else cold
             if self._room() < 0:
                 retired += self._excess()
         for memory in retired:

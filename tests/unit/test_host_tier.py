@@ -319,6 +319,18 @@ def test_a_started_tier_has_one_region_at_once_and_fills_itself() -> None:
     assert mappings() == 0
 
 
+def test_while_it_is_paused_nothing_is_faulted_in(tier: HostTier) -> None:
+    tier.assign(region_of(1))
+    tier.pause(True)
+    while tier.work():
+        pass
+    assert (tier.stats().prefaulted_bytes, tier.stats().stock_bytes) == (0, 0)
+    tier.pause(False)
+    while tier.work():
+        pass
+    assert tier.stats().prefaulted_bytes == CAPACITY
+
+
 def no_rights(path: str) -> str | None:
     return "CapEff:\t0000000000000000\n" if path == "/proc/self/status" else None
 

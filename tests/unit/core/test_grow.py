@@ -7,6 +7,7 @@ from kvstore.core.effects import Copy
 from kvstore.model.fingerprint import Encoding, Fingerprint, Geometry, Identity
 from kvstore.model.reasons import Reason
 from kvstore.model.values import TenantSpec, TierKind, TierSpec
+from tests.unit.core.harness import SECOND, Bench, keys
 
 MIB = 1 << 20
 MODEL = Fingerprint(
@@ -56,3 +57,48 @@ def test_a_pool_never_shrinks() -> None:
     core = Core([TierSpec("host", TierKind.POOL, 4 * MIB, ingest=True)], [TenantSpec("a")])
     core.grow(0, MIB, 0)
     assert core.stats().pools[0].capacity_bytes == 4 * MIB
+
+
+def test_while_growth_is_paused_loads_use_the_slots_of_what_is_evicted() -> None:
+    bench = Bench(slots=16, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(4, "first"))
+    regions = len(bench.assigned())
+    bench.core.pause_growth(bench.host, True, bench.now_ns)
+    prompt = keys(4, "on disk")
+    below = dict.fromkeys(prompt, bench.disk)
+    lease = bench.acquire(session, space, prompt, below=below, wait=True).lease_id
+    bench.settle_all()
+    bench.core.release(session, [lease], bench.now_ns)
+    assert bench.have(session, space, prompt) == [True] * 4
+    assert bench.have(session, space, keys(4, "first")) == [False] * 4
+    other = bench.session(group=b"another")
+    reserved = bench.reserve(other, space, keys(2, "second"))
+    bench.run()
+    assert reserved.reason is Reason.STAGING_BUSY, "staging is memory too"
+    assert bench.have(session, space, prompt) == [True] * 4, "nobody gives memory up for it"
+    assert len(bench.assigned()) == regions
+    bench.core.pause_growth(bench.host, False, bench.now_ns)
+    bench.pass_time(SECOND)
+    assert bench.put(other, space, keys(2, "second")) == 2
+    assert len(bench.assigned()) > regions
+
+
+def test_what_was_claimed_before_a_pause_is_given_after_it() -> None:
+    bench = Bench(slots=16, tenants=(TenantSpec("a"), TenantSpec("b")), sessions=2)
+    rich, poor = bench.session("a"), bench.session("b")
+    bench.put(rich, bench.space(rich), keys(16))
+    bench.hold_regions = True
+    space = bench.space(poor)
+    bench.put(poor, space, keys(2, "b"))
+    bench.run()
+    assert bench.closing, "the rich one gives a region up"
+    regions = len(bench.assigned())
+    bench.core.pause_growth(bench.host, True, bench.now_ns)
+    bench.let_go()
+    bench.let_go()
+    assert len(bench.assigned()) == regions
+    bench.core.pause_growth(bench.host, False, bench.now_ns)
+    bench.run()
+    assert len(bench.assigned()) > regions
