@@ -460,6 +460,10 @@ class Core:
         """Held fingerprints, oldest first."""
         return self._decisions.rows_of_reviews(include_decided)
 
+    def reviews_held(self) -> int:
+        """How many nobody has decided."""
+        return len(self._decisions.reviews.held())
+
     def drain(self, now_ns: int) -> None:
         """No reservations from now on; reads and what is under way go on."""
         self.books.draining = True
@@ -489,7 +493,7 @@ class Core:
 
     def stats(self) -> CoreStats:
         """A snapshot of all numbers."""
-        return stats.snapshot(self.books, len(self._decisions.reviews.held()))
+        return stats.snapshot(self.books, self.reviews_held())
 
     def check(self) -> None:
         """Every invariant; AssertionError names the one that does not hold."""

@@ -122,19 +122,19 @@ class Guards:
         self._guards[name] = guard
         return guard
 
-    def _rate(self, name: Name, warn: float, stop: float, samples_min: int = 0) -> RateGuard:
-        guard = self._new_rate(warn, stop, samples_min)
+    def _rate(self, name: Name, warn: float, stop: float) -> RateGuard:
+        guard = self._new_rate(warn, stop)
         self._guards[name] = guard
         return guard
 
-    def _new_rate(self, warn: float, stop: float, samples_min: int = 0) -> RateGuard:
+    def _new_rate(self, warn: float, stop: float) -> RateGuard:
         limits = self.limits
         return RateGuard(
             warn,
             stop,
             hold_ns=limits.hold_ns,
             window_ns=limits.window_ns,
-            samples_min=samples_min or limits.samples_min,
+            samples_min=limits.samples_min,
         )
 
     # ------------------------------------------------------------------ values
@@ -254,6 +254,8 @@ class Guards:
         self, core: Core, session: Session, fingerprint: Fingerprint, now_ns: int
     ) -> Opening | None:
         """The refusal of an incomplete fingerprint that nobody holds yet, if too many are held."""
+        # As of now: a burst of offers comes between two ticks.
+        self._see(Name("held"), float(self._reviews_held()), now_ns)
         if self._held.state <= State.WARN:
             return None
         offer = core.explain_offer(session.tenant, session.group, fingerprint)
@@ -276,8 +278,15 @@ class Guards:
         guard = self._loads.get((tenant, tier))
         if guard is None:
             limits = self.limits
-            lines = (limits.load_warn_ratio, limits.load_stop_ratio)
-            guard = self._rate(Name("load", self._tiers[tier], tenant), *lines, limits.loads_min)
+            guard = RateGuard(
+                limits.load_warn_ratio,
+                limits.load_stop_ratio,
+                hold_ns=limits.hold_ns,
+                window_ns=limits.window_ns,
+                samples_min=limits.loads_min,
+                trials=1,  # a request pays for it, and one tells
+            )
+            self._guards[Name("load", self._tiers[tier], tenant)] = guard
             self._loads[tenant, tier] = guard
         guard.note(load_s, prefill_s, now_ns)
 
