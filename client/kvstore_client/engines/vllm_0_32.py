@@ -52,6 +52,7 @@ def facts_of(spec: Any, row_bytes: int) -> Facts:
         config=_plain_mapping(model.hf_config.to_dict()),
         settings=_settings(config),
         updates=_updates_of(config),
+        draft=_draft_of(config),
         adapters=config.lora_config is not None,
         multimodal=bool(model.is_multimodal_model),
         hash_algorithm=str(cache.prefix_caching_hash_algo),
@@ -129,6 +130,18 @@ def _updates_of(config: VllmConfig) -> str:
         "worker_extension_cls": config.parallel_config.worker_extension_cls,
     }
     return ", ".join(name for name, value in named.items() if value)
+
+
+def _draft_of(config: VllmConfig) -> str:
+    """The model that speculates, if its weights are others than those of the model: a part of
+    the model's own files (MTP) and what needs no model name the model.
+    """
+    speculative = config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    model = config.model_config
+    if draft is None or draft.model in (model.model, model.model_weights):
+        return ""
+    return str(draft.model)
 
 
 def _settings(config: VllmConfig) -> dict[str, object]:

@@ -75,7 +75,8 @@ class Facts:
     copies: how many ranks' bytes a row holds, one after the other. row_bytes: of a row with its
     padding. attention_backend "", cpu_isa "": unknown. adapters: LoRA is enabled. multimodal: the
     model takes more than tokens. updates: settings by which other code may change the weights while
-    the engine runs, "" if there are none.
+    the engine runs, "" if there are none. draft: a model of its own that speculates, "" if there is
+    none.
     """
 
     vllm_version: str
@@ -85,6 +86,7 @@ class Facts:
     config: Mapping[str, object]
     settings: Mapping[str, object]
     updates: str
+    draft: str
     adapters: bool
     multimodal: bool
     hash_algorithm: str
@@ -135,6 +137,11 @@ def refusal(facts: Facts) -> str:
         )
     if facts.multimodal:
         return "the model takes images or sounds, which applications may name as they like"
+    if facts.draft:
+        return (
+            f"{facts.draft} speculates, and its layers may lie in the same rows, while nothing "
+            "names its weights: start the engine without a draft model of its own"
+        )
     if facts.groups != 1 or facts.attention not in ("full", "mla"):
         return (
             f"the model has {facts.groups} cache groups, the first of the kind {facts.attention}; "
