@@ -17,7 +17,8 @@ class GuardSettings(msgspec.Struct, frozen=True, kw_only=True):
     hold_s: Annotated[
         float,
         knob(
-            "Seconds that a stop lasts at least; then a few may try, as often again.",
+            "Seconds that a stop lasts at least; then a few may try. Each time that they fail the "
+            "next stop is twice as long, up to 300.",
             when="a tier that fails should be tried less often.",
             ge=0,
             le=3_600,

@@ -11,11 +11,12 @@ the guard (`kvstore.store.guards`).
 
 A `Guard` watches a level, which is known whether the path is used or not: it leaves STOP once the
 level is back. A `RateGuard` watches outcomes of use, so it knows nothing while it stops: only what
-is tried half-open tells, and until then it stays half-open.
+is tried half-open tells, and until then it stays half-open. Each trial costs whoever makes it:
+after one that failed it holds twice as long, up to `HOLD_MAX_NS`, until one goes well.
 
-Promises, which the tests hold it to: a stop is entered at most once a `hold_ns`; a guard whose
-cause has gone is out of STOP after `hold_ns`, and is OK or WARN after another, or after
-`TRIALS` uses that went well.
+Promises, which the tests hold it to: a stop is entered at most once in the hold time that it then
+has; a guard whose cause has gone is out of STOP after that time, and is OK or WARN after another,
+or after `trials` uses that went well.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ CLEAR_SHARE = 0.95
 line does not flap."""
 TRIALS = 8
 """So many uses are let through half-open in one `hold_ns`, and decide."""
+HOLD_MAX_NS = 300_000_000_000
+"""Of a stop that only a trial ends; where `hold_ns` itself is longer it does not grow."""
 BUCKETS = 12
 """Of a window: what is older leaves it in steps of a twelfth."""
 UNLIMITED = 1 << 62
@@ -89,17 +92,30 @@ class Change(NamedTuple):
 
 
 class Guard:
-    """Of a level. value: the last one seen. warnings, stops: how often each was entered."""
+    """Of a level. value: the last one seen. warnings, stops: how often each was entered. hold_ns:
+    how long a stop lasts at least, and half-open until more are let through.
+    """
 
-    def __init__(self, warn: float, stop: float, *, hold_ns: int, falling: bool = False) -> None:
-        """warn, stop: the lines, 0: none. falling: less is worse."""
+    def __init__(
+        self,
+        warn: float,
+        stop: float,
+        *,
+        hold_ns: int,
+        falling: bool = False,
+        trials: int = TRIALS,
+    ) -> None:
+        """warn, stop: the lines, 0: none. falling: less is worse. trials: uses that are let through
+        half-open in one hold time.
+        """
         self.warn = warn
         self.stop = stop
         self.state = State.OK
         self.value = 0.0
         self.warnings = 0
         self.stops = 0
-        self._hold_ns = hold_ns
+        self.hold_ns = hold_ns
+        self._trials = trials
         self._falling = falling
         self._since_ns = 0
         self._left = 0
@@ -115,7 +131,7 @@ class Guard:
         self.state, self._since_ns = now, now_ns
         self.warnings += now is State.WARN and was is State.OK
         self.stops += now is State.STOP
-        self._left, self._left_since_ns = TRIALS, now_ns
+        self._left, self._left_since_ns = self._trials, now_ns
         return Change(was, now, self.value)
 
     @property
@@ -129,8 +145,8 @@ class Guard:
             return 0
         if self.state is not State.PROBE:
             return count
-        if now_ns - self._left_since_ns >= self._hold_ns:
-            self._left, self._left_since_ns = TRIALS, now_ns
+        if now_ns - self._left_since_ns >= self.hold_ns:
+            self._left, self._left_since_ns = self._trials, now_ns
         taken = min(count, self._left)
         self._left -= taken
         return taken
@@ -138,7 +154,7 @@ class Guard:
     # ------------------------------------------------------------------ lines
 
     def _next(self, value: float | None, now_ns: int) -> State:
-        over = self._since_ns + self._hold_ns <= now_ns
+        over = self._since_ns + self.hold_ns <= now_ns
         if self.state is State.STOP:
             return State.PROBE if over and self._is_back(value) else State.STOP
         if value is not None and self._past(value, self.stop):
@@ -179,9 +195,17 @@ class RateGuard(Guard):
     """
 
     def __init__(
-        self, warn: float, stop: float, *, hold_ns: int, window_ns: int, samples_min: int
+        self,
+        warn: float,
+        stop: float,
+        *,
+        hold_ns: int,
+        window_ns: int,
+        samples_min: int,
+        trials: int = TRIALS,
     ) -> None:
-        super().__init__(warn, stop, hold_ns=hold_ns)
+        super().__init__(warn, stop, hold_ns=hold_ns, trials=trials)
+        self._hold_min_ns = hold_ns
         self._samples_min = samples_min
         self._bucket_ns = max(window_ns // BUCKETS, 1)
         self._buckets: deque[list[float]] = deque()
@@ -207,7 +231,15 @@ class RateGuard(Guard):
         change = self.see(self._rate(), now_ns)
         if change is not None and change.now in (State.STOP, State.PROBE):
             self._buckets.clear()
+        if change is not None:
+            self._hold_on(change)
         return change
+
+    def _hold_on(self, change: Change) -> None:
+        if change.now in (State.OK, State.WARN):
+            self.hold_ns = self._hold_min_ns
+        elif change.now is State.STOP and change.was is State.PROBE:
+            self.hold_ns = min(2 * self.hold_ns, max(HOLD_MAX_NS, self._hold_min_ns))
 
     @property
     def samples(self) -> int:
@@ -215,7 +247,7 @@ class RateGuard(Guard):
         return int(sum(bucket[3] for bucket in self._buckets))
 
     def _rate(self) -> float | None:
-        needed = TRIALS if self.state is State.PROBE else self._samples_min
+        needed = self._trials if self.state is State.PROBE else self._samples_min
         if self.samples < max(min(needed, self._samples_min), 1):
             return None
         whole = sum(bucket[2] for bucket in self._buckets)

@@ -1,5 +1,6 @@
 """Guards on a virtual clock: lines, hysteresis, half-open trials; and that a guard always comes
-back when its cause has gone, and stops no more often than once in its hold time.
+back when its cause has gone, and stops no more often than once in its hold time, which grows while
+what is tried fails.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.policy.guards import BUCKETS, TRIALS, Guard, GuardLimits, RateGuard, State
+from kvstore.policy.guards import BUCKETS, HOLD_MAX_NS, TRIALS, Guard, GuardLimits, RateGuard, State
 
 S = 1_000_000_000
 HOLD = 2 * S
@@ -181,6 +182,34 @@ def test_half_open_trials_decide() -> None:
     assert (guard.state, guard.stops) == (STOP, 3), "half of them failed"
 
 
+def test_each_trial_that_fails_doubles_the_hold_time_until_one_goes_well() -> None:
+    guard = RateGuard(0.01, 0.5, hold_ns=HOLD, window_ns=WINDOW, samples_min=20, trials=1)
+    now_ns, holds = 0, []
+    note(guard, 0, 20, now_ns)
+    for _ in range(12):
+        holds.append(guard.hold_ns)
+        guard.look(now_ns + guard.hold_ns - 1)
+        assert guard.state is STOP
+        now_ns += guard.hold_ns
+        guard.look(now_ns)
+        assert (guard.state, guard.take(10, now_ns)) == (PROBE, 1), "one trial is enough"
+        assert guard.take(10, now_ns + guard.hold_ns - 1) == 0
+        note(guard, 0, 1, now_ns)
+    assert holds == [min(HOLD << turn, HOLD_MAX_NS) for turn in range(12)]
+    guard.look(now_ns + HOLD_MAX_NS)
+    note(guard, 1, 0, now_ns + HOLD_MAX_NS)
+    assert (guard.state, guard.hold_ns) == (OK, HOLD)
+
+
+def test_a_hold_time_beyond_the_longest_stays_what_it_is() -> None:
+    hold_ns = 2 * HOLD_MAX_NS
+    guard = RateGuard(0.01, 0.5, hold_ns=hold_ns, window_ns=WINDOW, samples_min=1, trials=1)
+    note(guard, 0, 1, 0)
+    guard.look(hold_ns)
+    note(guard, 0, 1, hold_ns)
+    assert (guard.state, guard.hold_ns) == (STOP, hold_ns)
+
+
 def test_a_ratio_is_of_the_sums() -> None:
     guard = RateGuard(1.0, 2.0, hold_ns=HOLD, window_ns=WINDOW, samples_min=2)
     guard.note(3.0, 1.0, 0)
@@ -231,7 +260,8 @@ def test_a_rate_recovers_and_stops_no_more_often_than_its_hold_time(
     history: list[tuple[int, int, int]], samples_min: int
 ) -> None:
     guard = rate(samples_min)
-    now_ns, entered = 0, []
+    now_ns = 0
+    entered: list[tuple[int, int]] = []
     for step_ns, good, bad in history:
         now_ns += step_ns
         allowed = guard.take(good + bad, now_ns)
@@ -239,11 +269,13 @@ def test_a_rate_recovers_and_stops_no_more_often_than_its_hold_time(
             guard.note(index < bad, 1, now_ns)
         before = guard.stops
         guard.look(now_ns)
-        entered += [now_ns] * (guard.stops - before)
-    assert all(later - sooner >= HOLD for sooner, later in pairwise(entered))
+        entered += [(now_ns, guard.hold_ns)] * (guard.stops - before)
+        assert HOLD <= guard.hold_ns <= HOLD_MAX_NS
+        assert guard.hold_ns == HOLD or guard.state > WARN
+    assert all(later - sooner >= hold for (sooner, hold), (later, _) in pairwise(entered))
     # The cause has gone: all that is let through goes well.
-    for _ in range(WINDOW // HOLD + 3):
-        now_ns += HOLD
+    for _ in range(WINDOW // HOLD + 6):
+        now_ns += guard.hold_ns
         guard.look(now_ns)
         for _ in range(guard.take(50, now_ns)):
             guard.note(0, 1, now_ns)

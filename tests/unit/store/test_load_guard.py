@@ -10,9 +10,11 @@ import pytest
 from kvstore.policy.guards import GuardLimits, State
 from kvstore.store.guards import Guards, GuardStats
 
+MS = 1_000_000
 S = 1_000_000_000
 HOST, DISK = 0, 1
 TENANT = "a"
+CODES = bytes([1 + DISK] * 4)
 
 
 def guards(loads_min: int = 4) -> Guards:
@@ -46,3 +48,24 @@ def test_no_absurd_report_blinds_the_guard(
         one.loaded(TENANT, DISK, 3.0, 1.0, now_ns=0)
     one.tick(S)
     assert (of_loads(one).state, of_loads(one).value) == (State.STOP, 3.0)
+
+
+def test_a_tier_that_always_loses_is_hardly_loaded_from() -> None:
+    """Ten requests a second for two minutes, each of which takes three times its prefill."""
+    one = guards(loads_min=16)
+    loaded = 0
+    for turn in range(1_200):
+        now_ns = turn * 100 * MS
+        one.tick(now_ns)
+        if one.worth_loading(TENANT, CODES, now_ns):
+            one.loaded(TENANT, DISK, 3.0, 1.0, now_ns)
+            loaded += 1
+    assert 16 <= loaded <= 26
+    # It is fast again: that is found out in the time that it was slow, and half as long again.
+    now_ns = 120 * S
+    while of_loads(one).state > State.WARN:
+        now_ns += 100 * MS
+        one.tick(now_ns)
+        if one.worth_loading(TENANT, CODES, now_ns):
+            one.loaded(TENANT, DISK, 0.5, 1.0, now_ns)
+    assert now_ns <= 240 * S
