@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +121,7 @@ def _read(files: Sequence[Path], told: Any) -> Records:
 
     try:
         return read_records(files, told)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise NotSo(str(error)) from error
 
 
@@ -149,15 +150,14 @@ def _check(daemon: Daemon, record: Path, criteria: Path | None, config: Path | N
 
     try:
         made = json.loads(record.read_text(encoding="utf-8"))
-        changed = changed_since(made, criteria, _now(daemon, config))
+        checked = changed_since(made, criteria, _now(daemon, config))
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise NotSo(f"{record.name} is no report: {error}") from error
+    changed, news = checked
     if daemon.as_json:
-        show.as_json({"changed": changed})
-    elif not changed:
-        click.echo("nothing has changed")
+        show.as_json({"changed": changed, "news": news})
     else:
-        click.echo("\n".join(changed))
+        click.echo("\n".join((*(changed or ["nothing has changed"]), *news)))
     if changed:
         raise NotSo(f"{len(changed)} things changed or could not be compared")
 

@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import platform
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import kvstore
 from kvstore.config.digest import settings_digest, settings_of
 from kvstore.evidence.criteria import digest_of
+from kvstore.evidence.records import digest_of_start
 
-__all__ = ["changed_since"]
+__all__ = ["Checked", "changed_since"]
+
+
+class Checked(NamedTuple):
+    """One line each. changed: what the verdict rests on, or what could not be compared; none: all
+    is as it was. news: what else is known now.
+    """
+
+    changed: list[str]
+    news: list[str]
 
 
 def changed_since(
     report: Mapping[str, Any], criteria: Path | None, daemon: Mapping[str, str] | None
-) -> list[str]:
-    """One line a change; none: all is as it was. KeyError, TypeError: that is no report.
+) -> Checked:
+    """KeyError, TypeError: that is no report.
 
     criteria: the file as it is now; None: it cannot be compared, and that is said. daemon: its
     "kvstore" version and "config" as TOML now; None: it cannot be asked, and that is said.
     """
-    return [
+    news: list[str] = []
+    changed = [
         *_of_versions(report["made_with"]),
         *_of_criteria(report["criteria"]["digest"], criteria),
-        *_of_sources(report["sources"]),
+        *_of_sources(report["sources"], news),
         *_of_daemon(report["daemons"], daemon),
     ]
+    return Checked(changed, news)
 
 
 def _of_versions(made_with: Mapping[str, str]) -> Iterator[str]:
@@ -52,12 +65,18 @@ def _of_criteria(digest: str, path: Path | None) -> Iterator[str]:
         yield f"criteria: {path.name} was {digest[:19]}, {_is(now)}"
 
 
-def _of_sources(sources: list[Mapping[str, Any]]) -> Iterator[str]:
+def _of_sources(sources: list[Mapping[str, Any]], news: list[str]) -> Iterator[str]:
+    """By the bytes that were read: a daemon that goes on recording changes nothing of them."""
     for one in sources:
         path = Path(one["path"])
-        now = _digest(path)
+        try:
+            now, more = digest_of_start(path, one["bytes"])
+        except (OSError, EOFError, zlib.error) as error:
+            now, more = _unreadable(error), False
         if now != one["digest"]:
             yield f"data: {path.name} was {one['digest'][:19]}, {_is(now)}"
+        elif more:
+            news.append(f"data: {path.name} has lines that are newer than the report")
 
 
 def _of_daemon(starts: list[Mapping[str, Any]], daemon: Mapping[str, str] | None) -> Iterator[str]:
@@ -89,7 +108,11 @@ def _digest(path: Path) -> str:
     try:
         return digest_of(path.read_bytes())
     except OSError as error:
-        return f"gone ({error.strerror})"
+        return _unreadable(error)
+
+
+def _unreadable(error: Exception) -> str:
+    return f"gone ({getattr(error, 'strerror', None) or error})"
 
 
 def _is(digest: str) -> str:

@@ -9,12 +9,21 @@ import gzip
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-__all__ = ["BUCKETS", "Records", "Request", "Source", "bucket_of", "read_records", "tenant_digest"]
+__all__ = [
+    "BUCKETS",
+    "Records",
+    "Request",
+    "Source",
+    "bucket_of",
+    "digest_of_start",
+    "read_records",
+    "tenant_digest",
+]
 
 BUCKETS = (("< 1k", 1_024), ("1k-4k", 4_096), ("4k-16k", 16_384), ("16k-64k", 65_536))
 """Prompt lengths in tokens: name, and the first length that is too long for it."""
@@ -41,7 +50,9 @@ class Request(NamedTuple):
 
 
 class Source(NamedTuple):
-    """One file. Times are those of its records, in seconds since 1970; 0: it has none."""
+    """One file. Times are those of its records, in seconds since 1970; 0: it has none. digest,
+    size_bytes: of the lines that were read, unpacked: of a file that grows, those until then.
+    """
 
     path: str
     digest: str
@@ -87,49 +98,69 @@ class Records:
 
 def read_records(paths: Iterable[Path], told: Callable[[int], None] | None = None) -> Records:
     """Reads files, plain or .gz. told: hears of bytes that were read. ValueError: a file is given
-    twice. OSError.
+    twice, be it packed the second time, or begins as another one does. OSError, EOFError.
     """
     records = Records()
+    beginnings: set[bytes] = set()
     for path in paths:
-        source = _read(path, records, told or (lambda count: None))
-        if any(source.digest == one.digest for one in records.sources):
-            raise ValueError(f"{path.name} has the content of another file: each counts once")
+        source, beginning = _read(path, records, told or (lambda count: None))
+        if beginning in beginnings:
+            raise ValueError(f"{path.name} begins as another file does: each counts once")
+        beginnings.add(beginning)
         records.sources.append(source)
     records.requests.sort(key=lambda one: one.at_s)
     return records
 
 
-def _read(path: Path, records: Records, told: Callable[[int], None]) -> Source:
-    hashed = hashlib.sha256()
+def digest_of_start(path: Path, size_bytes: int) -> tuple[str, bool]:
+    """The digest of the first unpacked bytes of a file, as in `Source`, and whether there are more.
+    OSError, EOFError.
+    """
+    hashed, left = hashlib.sha256(), size_bytes
+    with _opened(path) as file:
+        while left and (piece := file.read(min(left, 1 << 20))):
+            hashed.update(piece)
+            left -= len(piece)
+        return _named(hashed), bool(file.read(1))
+
+
+def _read(path: Path, records: Records, told: Callable[[int], None]) -> tuple[Source, bytes]:
+    """The source, and its first line. A file may grow meanwhile: what was read is what counts."""
+    hashed, size_bytes = hashlib.sha256(), 0
     first_s = last_s = 0.0
     lines = damaged = 0
-    for line in _lines(path, hashed, told):
-        lines += 1
-        try:
-            fields = json.loads(line)
-            at_s = float(fields["timestamp"]) / 1e3
-            _take(fields, at_s, records)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            damaged += 1
-            continue
-        if fields["verb"] in ("report", "lookup"):
-            first_s, last_s = min(first_s or at_s, at_s), max(last_s, at_s)
-    size = path.stat().st_size
-    name = str(path.absolute())
-    return Source(name, f"sha256:{hashed.hexdigest()}", size, first_s, last_s, lines, damaged)
-
-
-def _lines(path: Path, hashed: Any, told: Callable[[int], None]) -> Iterator[bytes]:
-    """The digest is of the file as it lies there."""
-    with path.open("rb") as file:
-        for piece in iter(lambda: file.read(1 << 20), b""):
-            hashed.update(piece)
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as file:
+    beginning = b""
+    with _opened(path) as file:
         for line in file:
             told(len(line))
-            if line.strip():
-                yield line
+            hashed.update(line)
+            size_bytes += len(line)
+            if not line.strip():
+                continue
+            beginning = beginning or line
+            lines += 1
+            try:
+                fields = json.loads(line)
+                at_s = float(fields["timestamp"]) / 1e3
+                _take(fields, at_s, records)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                damaged += 1
+                continue
+            if fields["verb"] in ("report", "lookup"):
+                first_s, last_s = min(first_s or at_s, at_s), max(last_s, at_s)
+    name = str(path.absolute())
+    source = Source(name, _named(hashed), size_bytes, first_s, last_s, lines, damaged)
+    return source, beginning
+
+
+def _opened(path: Path) -> IO[bytes]:
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    file: IO[bytes] = opener(path, "rb")
+    return file
+
+
+def _named(hashed: Any) -> str:
+    return f"sha256:{hashed.hexdigest()}"
 
 
 def _take(fields: dict[str, Any], at_s: float, records: Records) -> None:

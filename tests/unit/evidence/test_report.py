@@ -13,6 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvstore.cli import main
+from kvstore.config import load, render_toml
+from kvstore.config.digest import settings_digest
 from kvstore.evidence.compare import change_of
 from kvstore.evidence.criteria import CriteriaError, digest_path, fix, read_criteria
 from kvstore.evidence.records import bucket_of, read_records, tenant_digest
@@ -381,6 +383,9 @@ def test_damaged_lines_are_counted_and_nothing_is_counted_twice(
     assert (records.sources[0].damaged, len(records.requests)) == (2, 600)
     with pytest.raises(ValueError, match="counts once"):
         read_records([packed, packed])
+    with pytest.raises(ValueError, match="counts once"):
+        read_records([bench.records, packed])
+    assert read_records([packed]).sources[0].size_bytes == len(text.encode())
 
 
 def test_buckets_follow_each_other() -> None:
@@ -431,11 +436,23 @@ def checked(bench: Bench, *more: str | Path, code: int) -> str:
     return bench.run("--check", bench.folder / "made.json", *more, code=code).output
 
 
+def recorded(bench: Bench, rows: list[Row], text: str = "[serve]\nshare = 0.5\n") -> Any:
+    """The daemon's file of settings, and the rows with a start that recorded them."""
+    settings = bench.folder / "kvstored.toml"
+    settings.write_text(text)
+    toml = render_toml(load(str(settings)))
+    return settings, [start(config=toml, config_digest=settings_digest(toml)), *rows[1:]]
+
+
 Change = Callable[[Bench], None]
 
 
 def _edit_records(bench: Bench) -> None:
-    bench.records.write_text(bench.records.read_text() + "\n")
+    bench.records.write_text(bench.records.read_text().replace("held_out", "applied", 1))
+
+
+def _cut_records(bench: Bench) -> None:
+    bench.records.write_text(bench.records.read_text()[:-1])
 
 
 def _remove_records(bench: Bench) -> None:
@@ -457,19 +474,14 @@ def _other_version(bench: Bench) -> None:
     ("change", "named"),
     [
         (_edit_records, "data: trace.jsonl"),
+        (_cut_records, "data: trace.jsonl"),
         (_remove_records, "gone"),
         (_edit_criteria, "criteria: criteria.toml"),
         (_other_version, "numpy was 0.1"),
     ],
 )
 def test_check_names_what_changed(bench: Bench, change: Change, named: str) -> None:
-    from kvstore.config import load, render_toml
-    from kvstore.config.digest import settings_digest
-
-    settings = bench.folder / "kvstored.toml"
-    settings.write_text("[serve]\nshare = 0.5\n")
-    toml = render_toml(load(str(settings)))
-    rows = [*lines(60)[1:], start(config=toml, config_digest=settings_digest(toml))]
+    settings, rows = recorded(bench, lines(60))
     bench.report(rows, code=0)
     given = ("--criteria", bench.criteria, "--config", settings)
     assert "nothing has changed" in checked(bench, *given, code=0)
@@ -477,14 +489,35 @@ def test_check_names_what_changed(bench: Bench, change: Change, named: str) -> N
     assert named in checked(bench, *given, code=1)
 
 
-def test_check_names_the_settings_that_changed(bench: Bench) -> None:
-    from kvstore.config import load, render_toml
-    from kvstore.config.digest import settings_digest
+@pytest.mark.parametrize("packed", [False, True])
+def test_lines_that_were_added_are_told_and_change_nothing(bench: Bench, packed: bool) -> None:
+    """The daemon goes on recording; the last line may have been half a line."""
+    settings, rows = recorded(bench, lines(60))
+    if packed:
+        bench.records = bench.records.with_suffix(".gz")
 
-    settings = bench.folder / "kvstored.toml"
-    settings.write_text("[serve]\nshare = 0.5\n")
-    toml = render_toml(load(str(settings)))
-    bench.report([*lines(60)[1:], start(config=toml, config_digest=settings_digest(toml))], code=0)
+    def write(text: str) -> None:
+        data = text.encode()
+        bench.records.write_bytes(gzip.compress(data) if packed else data)
+
+    whole = "".join(json.dumps(row) + "\n" for row in rows)
+    bench.run("--criteria", bench.criteria, "--fix", code=0)
+    write(whole + '{"verb": "us')
+    given = ("--criteria", bench.criteria, "--records", bench.records)
+    bench.run(*given, "--write", bench.folder / "made", code=0)
+    check = ("--criteria", bench.criteria, "--config", settings)
+    assert "newer" not in checked(bench, *check, code=0)
+    write(whole + '{"verb": "usage"}\n' + whole)
+    text = checked(bench, *check, code=0)
+    assert "nothing has changed" in text
+    assert f"{bench.records.name} has lines that are newer" in text
+    write(whole.replace("held_out", "applied", 1))
+    assert f"data: {bench.records.name} was" in checked(bench, *check, code=1)
+
+
+def test_check_names_the_settings_that_changed(bench: Bench) -> None:
+    settings, rows = recorded(bench, lines(60))
+    bench.report(rows, code=0)
     settings.write_text('[serve]\nshare = 1.0\n[host]\ncapacity_bytes = "1GiB"\n')
     text = checked(bench, "--criteria", bench.criteria, "--config", settings, code=1)
     assert "setting serve.share was 0.5, is 1.0" in text
