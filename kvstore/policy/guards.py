@@ -224,7 +224,8 @@ class RateGuard(Guard):
     def look(self, now_ns: int) -> Change | None:
         """Judges by what was noted until now."""
         oldest = now_ns // self._bucket_ns - BUCKETS
-        while self._buckets and self._buckets[0][0] <= oldest:
+        # Half-open there are few uses, however long it takes until there are enough.
+        while self._buckets and self._buckets[0][0] <= oldest and self.state is not State.PROBE:
             self._buckets.popleft()
         if self.state is State.STOP:
             self._buckets.clear()  # of those who were under way when it stopped

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstore.core.core import Core
@@ -290,17 +290,19 @@ class Guards:
             self._loads[tenant, tier] = guard
         guard.note(load_s, prefill_s, now_ns)
 
-    def worth_loading(self, tenant: str, codes: bytes, now_ns: int) -> int:
-        """How many of the leading blocks with these presence codes this tenant may be advised to
-        load: those before the first one from a tier that is stopped for it.
+    def declines(
+        self, tenant: str, tiers: Iterable[int], now_ns: int, *, trying: bool
+    ) -> frozenset[int]:
+        """Those of `tiers` that this tenant is not advised to load from. trying: it would load from
+        all of them now, which counts as a trial of those that are half-open.
         """
-        end = len(codes)
-        for (owner, tier), guard in self._loads.items():
-            code = 1 + tier
-            there = owner == tenant and guard.state > State.WARN and code in codes
-            if there and not guard.take(1, now_ns):
-                end = min(end, codes.index(code))
-        return end
+        guards = {tier: self._loads.get((tenant, tier)) for tier in tiers}
+        return frozenset(
+            tier
+            for tier, guard in guards.items()
+            if guard is not None and guard.state > State.WARN
+            if not (trying and guard.take(1, now_ns))
+        )
 
     def stats(self) -> tuple[GuardStats, ...]:
         """All guards."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.config import Limits
@@ -87,19 +87,21 @@ class ReadCalls:
         ]
         tokens = agreed_tokens(presence)
         layouts = [group.layout for group in groups]
-        links, worth = self._store.links, self._worth_loading(presence, tokens)
-        advice = advise(
-            links,
-            request.prompt_tokens,
-            layouts,
-            presence,
-            worth,
-            cost,
-            overlap,
-            request.before_tokens,
-        )
-        if worth < tokens and not advice.load_blocks:
-            advice = advice._replace(reason=Reason.DECLINED_GUARD)
+        pushing = all(group.rule is HitRule.BITMAP for group in groups)
+
+        def weigh(worth: int) -> Plan:
+            return advise(
+                self._store.links,
+                request.prompt_tokens,
+                layouts,
+                presence,
+                worth,
+                cost,
+                overlap,
+                request.before_tokens,
+            )
+
+        advice = self._guarded(presence, tokens, weigh, trying=not (arm.withheld or pushing))
         shown = self.evidence.withhold(call, arm, advice, first.layout, request)
         self._boundary.stage(call, "plan")
         self._note(call, presence, tokens, advice, None if shown is advice else shown.reason)
@@ -115,20 +117,31 @@ class ReadCalls:
             audit=bool(shown.load_blocks) and self.evidence.audited(request),
         )
 
-    def _worth_loading(self, groups: Sequence[GroupPresence], tokens: int) -> int:
-        """Tokens before the first that comes from a tier which a guard has stopped for this tenant.
-        Groups agree on few lengths only: of several all or nothing.
+    def _guarded(
+        self,
+        groups: Sequence[GroupPresence],
+        tokens: int,
+        weigh: Callable[[int], Plan],
+        *,
+        trying: bool,
+    ) -> Plan:
+        """The plan that loads nothing from a tier which a guard has stopped for this tenant.
+        `weigh` makes one of so many tokens. Guards are asked of what it loads only: of those that
+        are half-open, each asking is a trial if this request is `trying`.
         """
-        if not tokens:
-            return 0
-        now_ns = self._store.clock.monotonic_ns()
-        for group in groups:
-            codes = needed(group, tokens)
-            blocks = self._store.guards.worth_loading(self._tenant, codes, now_ns)
-            if blocks < len(codes):
-                whole = len(groups) == 1 and group.rule is not HitRule.TRAILING
-                return blocks * group.block_tokens if whole else 0
-        return tokens
+        advice = weigh(tokens)
+        asked: set[int] = set()
+        declined: set[int] = set()
+        while tiers := _loaded_from(advice) - asked:
+            asked |= tiers
+            now_ns = self._store.clock.monotonic_ns()
+            more = self._store.guards.declines(self._tenant, tiers, now_ns, trying=trying)
+            if more:
+                declined |= more
+                advice = weigh(_tokens_before(groups, tokens, declined))
+        if declined and not advice.load_blocks:
+            advice = advice._replace(reason=Reason.DECLINED_GUARD)
+        return advice
 
     def _group(self, query: pb.Query, call: Call) -> _Group:
         packed = query.keys
@@ -326,6 +339,23 @@ class ReadCalls:
             load_us=load_us,
             predicted_us=predicted_us,
         )
+
+
+def _loaded_from(advice: Plan) -> set[int]:
+    return {one.tier for one in advice.tiers if one.length_bytes} if advice.load_blocks else set()
+
+
+def _tokens_before(groups: Sequence[GroupPresence], tokens: int, tiers: set[int]) -> int:
+    """Tokens before the first that comes from one of `tiers`. Groups agree on few lengths only: of
+    several all or nothing.
+    """
+    for group in groups:
+        codes = needed(group, tokens)
+        blocks = min((codes.find(1 + tier) for tier in tiers if 1 + tier in codes), default=-1)
+        if blocks >= 0:
+            whole = len(groups) == 1 and group.rule is not HitRule.TRAILING
+            return blocks * group.block_tokens if whole else 0
+    return tokens
 
 
 def region_to_wire(region: Region) -> pb.RegionInfo:

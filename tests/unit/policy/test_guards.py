@@ -174,11 +174,13 @@ def test_half_open_trials_decide() -> None:
     assert guard.state is PROBE, "one is missing"
     guard.look(HOLD + 20 * S)
     assert guard.state is PROBE, "time alone tells nothing of a path that nobody used"
-    note(guard, 1, 0, HOLD + 21 * S)
+    guard.look(HOLD + 3 * WINDOW)
+    assert guard.samples == TRIALS - 1, "nor does it make anything of what was tried untold"
+    note(guard, 1, 0, HOLD + 3 * WINDOW)
     assert guard.state is OK
-    note(guard, 0, 20, HOLD + 22 * S)
-    guard.look(2 * HOLD + 22 * S)
-    note(guard, TRIALS // 2, TRIALS // 2, 2 * HOLD + 23 * S)
+    note(guard, 0, 20, HOLD + 3 * WINDOW)
+    guard.look(2 * HOLD + 3 * WINDOW)
+    note(guard, TRIALS // 2, TRIALS // 2, 2 * HOLD + 3 * WINDOW + S)
     assert (guard.state, guard.stops) == (STOP, 3), "half of them failed"
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.model.cost import PrefillCost
 from kvstore.model.hits import GroupPresence, HitRule
+from kvstore.model.plan import Plan
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore.model.record import RecordBuilder
 from kvstore.model.values import REPORTS_PER_CALL_MAX
@@ -120,6 +121,51 @@ def test_one_release_makes_a_bounded_number_of_records(name: str) -> None:
     with pytest.raises(BadRequest, match=name) as caught:
         asyncio.run(reads.release(fits, call_of(1)))
     assert (caught.value.reason, caught.value.setting) == (Reason.BAD_SIZE, name)
+
+
+class Declining:
+    """Guards that decline some tiers, and note what they are asked."""
+
+    def __init__(self, *tiers: int) -> None:
+        self.tiers = frozenset(tiers)
+        self.asked: list[tuple[set[int], bool]] = []
+
+    def declines(
+        self, tenant: str, tiers: set[int], now_ns: int, *, trying: bool
+    ) -> frozenset[int]:
+        self.asked.append((set(tiers), trying))
+        return self.tiers & tiers
+
+
+def guarded(
+    guards: Declining, cost: PrefillCost | None, codes: bytes = CODES, *, disk: float = 1e11
+) -> Plan:
+    reads = reading(SimpleNamespace(guards=guards, clock=ManualClock()))
+    links = [Link("host", bytes_per_second=1e11), Link("disk", bytes_per_second=disk)]
+
+    def weigh(tokens: int) -> Plan:
+        end = tokens // BLOCK_TOKENS
+        return plan(runs_of(codes[:end]), BLOCK_TOKENS, BLOCK_BYTES, links, cost, TOKENS)
+
+    presence = GroupPresence(codes, BLOCK_TOKENS, HitRule.PREFIX, 0)
+    return reads._guarded([presence], TOKENS, weigh, trying=True)
+
+
+def test_guards_are_asked_of_what_a_plan_loads_only() -> None:
+    guards = Declining()
+    assert guarded(guards, PrefillCost(1e-6, 0.0)).load_blocks == 0
+    assert guards.asked == []
+    assert guarded(guards, COST, disk=1e6).load_blocks == 6
+    assert guards.asked == [({0}, True)], "the disk is not loaded from anyway"
+    assert guarded(guards, COST).load_blocks == 8
+    assert guards.asked[1:] == [({0, 1}, True)]
+
+
+def test_what_comes_before_a_tier_that_is_declined_is_loaded() -> None:
+    advice = guarded(Declining(1), COST)
+    assert (advice.load_blocks, advice.reason) == (6, Reason.OK)
+    advice = guarded(Declining(0), COST)
+    assert (advice.load_blocks, advice.reason) == (0, Reason.DECLINED_GUARD)
 
 
 def test_a_hit_that_is_declined_is_none() -> None:

@@ -14,7 +14,6 @@ MS = 1_000_000
 S = 1_000_000_000
 HOST, DISK = 0, 1
 TENANT = "a"
-CODES = bytes([1 + DISK] * 4)
 
 
 def guards(loads_min: int = 4) -> Guards:
@@ -57,7 +56,7 @@ def test_a_tier_that_always_loses_is_hardly_loaded_from() -> None:
     for turn in range(1_200):
         now_ns = turn * 100 * MS
         one.tick(now_ns)
-        if one.worth_loading(TENANT, CODES, now_ns):
+        if not one.declines(TENANT, [DISK], now_ns, trying=True):
             one.loaded(TENANT, DISK, 3.0, 1.0, now_ns)
             loaded += 1
     assert 16 <= loaded <= 26
@@ -66,6 +65,33 @@ def test_a_tier_that_always_loses_is_hardly_loaded_from() -> None:
     while of_loads(one).state > State.WARN:
         now_ns += 100 * MS
         one.tick(now_ns)
-        if one.worth_loading(TENANT, CODES, now_ns):
+        if not one.declines(TENANT, [DISK], now_ns, trying=True):
             one.loaded(TENANT, DISK, 0.5, 1.0, now_ns)
     assert now_ns <= 240 * S
+
+
+def stopped(one: Guards, now_ns: int = 0) -> None:
+    for _ in range(16):
+        one.loaded(TENANT, DISK, 3.0, 1.0, now_ns)
+    one.tick(now_ns + S)
+    assert of_loads(one).state is State.STOP
+
+
+def test_only_the_tenant_and_the_tier_that_lose_are_stopped() -> None:
+    one = guards()
+    stopped(one)
+    assert one.declines(TENANT, [HOST, DISK], S, trying=True) == {DISK}
+    assert one.declines(TENANT, [HOST], S, trying=True) == frozenset()
+    assert one.declines("b", [HOST, DISK], S, trying=True) == frozenset()
+
+
+def test_who_would_not_load_takes_no_trial() -> None:
+    one = guards()
+    stopped(one)
+    one.tick(4 * S)
+    assert of_loads(one).state is State.PROBE
+    for _ in range(100):
+        assert one.declines(TENANT, [DISK], 4 * S, trying=False) == {DISK}
+        assert one.declines(TENANT, [HOST], 4 * S, trying=True) == frozenset()
+    assert one.declines(TENANT, [DISK], 4 * S, trying=True) == frozenset()
+    assert one.declines(TENANT, [DISK], 4 * S, trying=True) == {DISK}
