@@ -17,6 +17,7 @@ On the event loop's thread, fed by the store's tick. Each change is told to `lis
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,8 @@ from kvstore.store.guarded import GuardedArchive, Outcomes
 from kvstore.store.sessions import Session
 from kvstore.tiers import memory_budget
 from kvstore.tiers.base import ArchiveStats
+
+log = logging.getLogger(__name__)
 
 LOOK_EVERY_NS = 200_000_000
 LEVELS_EVERY_NS = 1_000_000_000
@@ -98,6 +101,7 @@ class Guards:
         self._hold = hold
         self._pause_memory = pause_memory
         self._guards: dict[Name, Guard] = {}
+        self._defect = ""
         self._spaces: OrderedDict[int, RateGuard] = OrderedDict()
         self._looked_ns = self._levels_ns = -LEVELS_EVERY_NS
         memory = (limits.memory_free_warn_bytes, limits.memory_free_stop_bytes)
@@ -144,6 +148,17 @@ class Guards:
         if now_ns - self._looked_ns < LOOK_EVERY_NS:
             return
         self._looked_ns = now_ns
+        try:
+            self._look_at_all(now_ns)
+        except Exception as error:
+            # What was not looked at is looked at next time; what it guards goes on as it was.
+            if repr(error) != self._defect:
+                log.exception("a look at the guards failed: a defect")
+            self._defect = repr(error)
+        else:
+            self._defect = ""
+
+    def _look_at_all(self, now_ns: int) -> None:
         if levels := now_ns - self._levels_ns >= LEVELS_EVERY_NS:
             self._levels_ns = now_ns
             self._see_memory(now_ns)

@@ -31,7 +31,8 @@ def usage(tier: DiskTier) -> ArchiveUsage:
 def stats(tier: DiskTier) -> ArchiveStats:
     """Everything for status, top and metrics."""
     gauges = _gauges(tier)
-    counters = {name: float(count) for name, count in tier.counts.items()}
+    # Copied in one step: threads that save and load count names that were not there before.
+    counters = {name: float(count) for name, count in dict(tier.counts).items()}
     counters["save_seconds"] = counters.pop("save_ns", 0) / 1e9
     volume = tier.volume
     if volume is None:

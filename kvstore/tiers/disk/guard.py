@@ -112,7 +112,8 @@ class Hanging:
 class Endurance:
     """Bytes written in the last 24 hours, by the hour, against a budget; 0: none.
 
-    It outlives the daemon as the bytes that `pack` gives.
+    It outlives the daemon as the bytes that `pack` gives. `wrote` belongs to one thread at a time;
+    the others are for any, and copy the hours in one step.
     """
 
     def __init__(self, budget_bytes_per_day: int, packed: bytes = b"") -> None:
@@ -132,9 +133,11 @@ class Endurance:
         out.
         """
         now = int(wall_s // HOUR_S)
-        for hour in [hour for hour in self._hours if hour <= now - DAY_HOURS]:
-            del self._hours[hour]
-        return sum(length for hour, length in self._hours.items() if hour <= now)
+        hours = dict(self._hours)
+        for hour in [hour for hour in hours if hour <= now - DAY_HOURS]:
+            self._hours.pop(hour, None)
+            del hours[hour]
+        return sum(length for hour, length in hours.items() if hour <= now)
 
     def stop_reason(self, wall_s: float) -> str:
         """Why nothing more is written now; empty if something is."""
@@ -157,7 +160,8 @@ class Endurance:
 
     def pack(self) -> bytes:
         """For the index's named values."""
-        return json.dumps({str(hour): length for hour, length in self._hours.items()}).encode()
+        hours = dict(self._hours)
+        return json.dumps({str(hour): length for hour, length in hours.items()}).encode()
 
 
 class Ages:

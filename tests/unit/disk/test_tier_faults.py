@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections import Counter
+from collections.abc import ItemsView
+from typing import Any
 
 import pytest
 
@@ -336,6 +339,30 @@ def test_a_trial_that_fails_is_no_new_stop_but_a_longer_pause() -> None:
     path.seems_well()
     assert path.succeeded()
     assert path.allowed(0) > PROBE_BLOCKS
+
+
+class Grown(Counter[Any]):
+    """Counts to which another thread adds a name whenever they are gone through in Python."""
+
+    def items(self) -> ItemsView[Any, int]:  # type: ignore[override]
+        return ItemsView(self)
+
+    def __getitem__(self, name: Any) -> int:
+        self.setdefault(f"after {name}", 0)
+        return super().__getitem__(name)
+
+
+def test_numbers_are_told_while_threads_count_what_they_had_not_counted_before() -> None:
+    bench = DiskBench()
+    bench.save(keys(2))
+    bench.tier.counts = Grown(bench.tier.counts)
+    assert bench.tier.stats().counters["saves"] == 2
+    endurance = Endurance(100)
+    endurance.wrote(60, 0.0)
+    endurance.wrote(30, 3_600.0)
+    endurance._hours = Grown(endurance._hours)
+    assert endurance.day_bytes(3_600.0) == 90
+    assert Endurance(100, endurance.pack()).day_bytes(3_600.0) == 90
 
 
 def test_written_bytes_are_counted_by_the_hour_and_survive_nonsense() -> None:
