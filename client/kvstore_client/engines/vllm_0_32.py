@@ -48,6 +48,7 @@ def facts_of(spec: Any, row_bytes: int) -> Facts:
         vllm_version=vllm.__version__,
         model=str(model.model),
         commit=_commit_of(model.hf_config),
+        config_from=_config_from(model),
         load_format=str(config.load_config.load_format),
         config=_plain_mapping(model.hf_config.to_dict()),
         settings=_settings(config),
@@ -117,10 +118,22 @@ def _attention_of(kv_spec: Any) -> str:
 
 
 def _commit_of(hf_config: Any) -> str:
-    """The hub's commit that the model's files are of, "" if they are none of the hub's."""
+    """The hub's commit that the configuration is of, "" if it is none of the hub's."""
     commit = getattr(hf_config, "_commit_hash", None)
     known = isinstance(commit, str) and len(commit) == COMMIT_DIGITS
     return str(commit) if known else ""
+
+
+def _config_from(model: Any) -> str:
+    """Where configuration and weights come from different places, that of the configuration."""
+    other_revision = getattr(model, "_hf_config_revision", None)
+    if model.hf_config_path and model.hf_config_path != model.model:
+        return str(model.hf_config_path)
+    if other_revision and other_revision != model.revision:
+        return f"{model.model} at {other_revision}"
+    if model.model_weights and model.model_weights != model.model:
+        return str(model.model)
+    return ""
 
 
 def _updates_of(config: VllmConfig) -> str:

@@ -59,6 +59,8 @@ FOLDER_FORMATS: Final = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "gguf", "mistral"}
 )
 """Load formats that read the weight files of the model's folder as they are."""
+GGUF: Final = "gguf"
+"""Of a commit's files in this format one is loaded, and the commit does not tell which."""
 
 
 class Refused(ValueError):
@@ -69,7 +71,8 @@ class Refused(ValueError):
 class Facts:
     """One engine. Sizes in bytes, counts over all ranks unless it says otherwise.
 
-    model: path or id. commit: the hub's commit of the files, "" if they are not from there.
+    model: path or id. commit: the hub's commit of the configuration, "" if it is not from there.
+    config_from: where the configuration is from if it is not beside the weights, else "".
     config: the model's configuration in effect, as nested plain values. settings: further settings
     that change K or V. attention: of the only group: "full", "mla", or the name of what it is.
     copies: how many ranks' bytes a row holds, one after the other. row_bytes: of a row with its
@@ -82,6 +85,7 @@ class Facts:
     vllm_version: str
     model: str
     commit: str
+    config_from: str
     load_format: str
     config: Mapping[str, object]
     settings: Mapping[str, object]
@@ -170,14 +174,14 @@ def fingerprint_of(
     """The fingerprint of an engine that is not refused. Raises Refused.
 
     model_name: default: the hub's id, or the last part of the path; equal for engines that share.
-    weights_revision: what the operator vouches for; default: the hub's commit if there is one and
-    nothing but the engine changes the weights, else unknown.
+    weights_revision: what the operator vouches for; default: the hub's commit if its files are what
+    was loaded and nothing but the engine changes them, else unknown.
     """
     why = refusal(facts)
     if why:
         raise Refused(why)
     revision = weights_revision or None
-    if revision is None and facts.commit and not facts.updates:
+    if revision is None and _commit_names_weights(facts):
         revision = f"commit:{facts.commit}"
     try:
         fingerprint = Fingerprint(
@@ -199,6 +203,13 @@ def fingerprint_of(
             "this model's rows have something in them that is not known here"
         )
     return fingerprint
+
+
+def _commit_names_weights(facts: Facts) -> bool:
+    """Whether what was loaded are the files of the commit, and stays so."""
+    loaded = facts.load_format in FOLDER_FORMATS and not facts.config_from
+    several = GGUF in (facts.load_format, facts.settings.get("quantization"))
+    return bool(facts.commit) and loaded and not several and not facts.updates
 
 
 def _name_of(model: str) -> str:
@@ -254,7 +265,8 @@ def _layout_version(facts: Facts) -> str:
 def _config_digest(facts: Facts) -> str | None:
     """None, which is held, if the configuration has no canonical form."""
     try:
-        settings = {f"vllm.{name}": value for name, value in facts.settings.items()}
+        named = {**facts.settings, "load_format": facts.load_format}
+        settings = {f"vllm.{name}": value for name, value in named.items()}
         return effective_config_digest({**facts.config, **settings})
     except (TypeError, ValueError):
         return None

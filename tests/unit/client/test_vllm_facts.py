@@ -43,6 +43,7 @@ def facts(**changed: Any) -> Facts:
         vllm_version="0.32.0",
         model="org/model",
         commit=COMMIT,
+        config_from="",
         load_format="auto",
         config={"model_type": "llama", "rope_theta": 10000.0, "_name_or_path": "/a"},
         settings={"dtype": "torch.bfloat16", "quantization": None},
@@ -96,6 +97,7 @@ def test_the_fingerprint_is_complete_and_says_the_row() -> None:
         ({"config": {"model_type": "llama", "rope_theta": 1e6}}, "identity.config_digest"),
         ({"settings": {"dtype": "torch.float16"}}, "identity.config_digest"),
         ({"settings": {"dtype": "torch.bfloat16", "quantization": 8}}, "identity.config_digest"),
+        ({"load_format": "safetensors"}, "identity.config_digest"),
         ({"hash_algorithm": "sha256"}, "encoding.layout_version"),
         ({"hash_seed": "another"}, "encoding.layout_version"),
         ({"hash_tokens": 16}, "encoding.layout_version"),
@@ -189,6 +191,22 @@ def test_a_folder_is_called_by_its_name_and_its_files_are_the_weights(tmp_path: 
     assert weights_folder(local) == folder
     assert weights_folder(facts(model=str(folder), load_format="dummy")) is None
     assert weights_folder(facts()) is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"load_format": "dummy"},
+        {"load_format": "tensorizer"},
+        {"load_format": "sharded_state"},
+        {"load_format": "a plugin's"},
+        {"load_format": "gguf"},
+        {"settings": {"quantization": "gguf"}},
+        {"config_from": "/elsewhere"},
+    ],
+)
+def test_a_commit_names_weights_only_if_its_files_were_loaded(changed: dict[str, Any]) -> None:
+    assert fingerprint_of(facts(**changed)).missing() == ("identity.weights_revision",)
 
 
 def test_weights_that_others_may_change_have_only_the_name_that_is_given(tmp_path: Path) -> None:
