@@ -251,8 +251,17 @@ class RateGuard(Guard):
         needed = self._trials if self.state is State.PROBE else self._samples_min
         if self.samples < max(min(needed, self._samples_min), 1):
             return None
+        return self._ratio()
+
+    def _ratio(self) -> float | None:
         whole = sum(bucket[2] for bucket in self._buckets)
         return sum(bucket[1] for bucket in self._buckets) / whole if whole > 0 else None
+
+    def _below_stop(self, value: float | None) -> State:
+        if value is None and self.state is State.WARN:
+            # Too few outcomes to begin a warning; one that has begun ends if they are fine.
+            value = self._ratio()
+        return super()._below_stop(value)
 
     def _settled(self, value: float | None, over: bool) -> bool:
         return value is not None

@@ -158,6 +158,27 @@ def test_a_rate_is_of_its_window() -> None:
     assert (guard.state, guard.samples) == (OK, 1)
 
 
+def test_a_warning_does_not_end_because_outcomes_are_few() -> None:
+    guard = rate()
+    note(guard, 19, 1, 0)
+    assert (guard.state, guard.warnings) == (WARN, 1)
+    for turn in range(1, 20):
+        note(guard, 17, 2, turn * WINDOW)
+        assert (guard.state, guard.samples) == (WARN, 19)
+        note(guard, 1, 0, turn * WINDOW)
+        assert (guard.state, guard.samples) == (WARN, 20)
+    assert guard.warnings == 1
+    guard.look(20 * WINDOW)
+    assert (guard.state, guard.samples) == (OK, 0), "nor does it outlast them"
+
+
+def test_few_outcomes_that_are_fine_end_a_warning() -> None:
+    guard = rate()
+    note(guard, 19, 1, 0)
+    note(guard, 3, 0, WINDOW)
+    assert (guard.state, guard.samples) == (OK, 3)
+
+
 def test_what_was_under_way_when_it_stopped_does_not_count_half_open() -> None:
     guard = rate()
     note(guard, 0, 20, 0)
