@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,13 @@ from kvstore.cli.connect import Daemon, NotSo, daemon_options
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.evidence.check import Now
     from kvstore.evidence.criteria import Criteria, Fixed
     from kvstore.evidence.records import Records
 
+INSTANCE_DIGITS = 16
+"""As daemons record themselves."""
+MISMATCHES = 'kvstore_audited_blocks_total{outcome="mismatch"}'
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -127,7 +132,7 @@ def _read(files: Sequence[Path], told: Any) -> Records:
 
 def _trace_file(daemon: Daemon) -> Path:
     """Where the running daemon records."""
-    toml = _asked(daemon)["config"]
+    toml = _asked(daemon).config
     from kvstore.config.digest import settings_of
 
     name = settings_of(toml).get("trace.file", "").strip('"')
@@ -136,21 +141,30 @@ def _trace_file(daemon: Daemon) -> Path:
     return Path(name)
 
 
-def _asked(daemon: Daemon) -> dict[str, str]:
+def _asked(daemon: Daemon) -> Now:
+    from kvstore.evidence.check import Now
     from kvstore.wire.v1 import admin_pb2 as pb
 
     with daemon.admin() as admin:
         config = admin.Config(pb.ConfigRequest(), timeout=daemon.timeout_s)
         stats = admin.Stats(pb.StatsRequest(), timeout=daemon.timeout_s)
-    return {"config": config.toml, "kvstore": stats.version}
+        reply = admin.Reviews(pb.ReviewsRequest(all=True), timeout=daemon.timeout_s)
+    return Now(
+        stats.version,
+        config.toml,
+        stats.instance_id.hex()[:INSTANCE_DIGITS],
+        round(stats.counters[MISMATCHES]) if MISMATCHES in stats.counters else 0,
+        Counter(review.state for review in reply.reviews),
+    )
 
 
 def _check(daemon: Daemon, record: Path, criteria: Path | None, config: Path | None) -> None:
     from kvstore.evidence.check import changed_since
 
+    toml = None if config is None else _toml(config)
     try:
         made = json.loads(record.read_text(encoding="utf-8"))
-        checked = changed_since(made, criteria, _now(daemon, config))
+        checked = changed_since(made, criteria, _now(daemon), toml, time.time())
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise NotSo(f"{record.name} is no report: {error}") from error
     changed, news = checked
@@ -162,18 +176,19 @@ def _check(daemon: Daemon, record: Path, criteria: Path | None, config: Path | N
         raise NotSo(f"{len(changed)} things changed or could not be compared")
 
 
-def _now(daemon: Daemon, config: Path | None) -> dict[str, str] | None:
-    """The settings as they are now; None: nobody answers."""
-    from kvstore.cli.connect import Unreachable
+def _now(daemon: Daemon) -> Now | None:
+    """None: nobody answers."""
+    try:
+        return _asked(daemon)
+    except click.ClickException:
+        return None
+
+
+def _toml(config: Path) -> str:
     from kvstore.config import load, render_toml
     from kvstore.model.reasons import StartError
 
-    if config is None:
-        try:
-            return _asked(daemon)
-        except (Unreachable, click.ClickException):
-            return None
     try:
-        return {"config": render_toml(load(str(config)))}
+        return render_toml(load(str(config)))
     except StartError as error:
         raise NotSo(str(error)) from error

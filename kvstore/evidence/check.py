@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import zlib
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from kvstore.config.digest import settings_digest, settings_of
 from kvstore.evidence.criteria import digest_of
 from kvstore.evidence.records import digest_of_start
 
-__all__ = ["Checked", "changed_since"]
+__all__ = ["Checked", "Now", "changed_since"]
 
 
 class Checked(NamedTuple):
@@ -27,21 +28,40 @@ class Checked(NamedTuple):
     news: list[str]
 
 
-def changed_since(
-    report: Mapping[str, Any], criteria: Path | None, daemon: Mapping[str, str] | None
-) -> Checked:
-    """KeyError, TypeError: that is no report.
+class Now(NamedTuple):
+    """What a running daemon says. mismatches: since this daemon's start. reviews: by state."""
 
-    criteria: the file as it is now; None: it cannot be compared, and that is said. daemon: its
-    "kvstore" version and "config" as TOML now; None: it cannot be asked, and that is said.
+    version: str
+    config: str
+    instance: str
+    mismatches: int
+    reviews: Mapping[str, int]
+
+
+def changed_since(
+    report: Mapping[str, Any],
+    criteria: Path | None,
+    daemon: Now | None,
+    config: str | None,
+    now_s: float,
+) -> Checked:
+    """KeyError, TypeError, ValueError: that is no report.
+
+    criteria: the file as it is now; None: it cannot be compared, and that is said. daemon: None: it
+    cannot be asked, and that is said. config: settings as TOML to compare instead of the daemon's.
+    now_s: seconds since 1970.
     """
     news: list[str] = []
     changed = [
         *_of_versions(report["made_with"]),
         *_of_criteria(report["criteria"]["digest"], criteria),
         *_of_sources(report["sources"], news),
-        *_of_daemon(report["daemons"], daemon),
+        *_of_daemon(report["daemons"], daemon, config),
+        *_of_holds(report["holds"], daemon),
+        *_of_date(report["next_review"]["at_the_latest"], now_s),
     ]
+    if daemon is None and config is not None:
+        news.append("audits and reviews: no daemon answers, they are not compared")
     return Checked(changed, news)
 
 
@@ -79,21 +99,43 @@ def _of_sources(sources: list[Mapping[str, Any]], news: list[str]) -> Iterator[s
             news.append(f"data: {path.name} has lines that are newer than the report")
 
 
-def _of_daemon(starts: list[Mapping[str, Any]], daemon: Mapping[str, str] | None) -> Iterator[str]:
+def _of_daemon(
+    starts: list[Mapping[str, Any]], daemon: Now | None, config: str | None
+) -> Iterator[str]:
     if not starts:
         yield "settings: no daemon recorded its own when the report was made"
         return
-    if daemon is None:
-        yield "settings: no daemon answers; give --config FILE to compare its settings"
+    if daemon is None and config is None:
+        yield "daemon: none answers; give --config FILE to compare its settings at least"
         return
-    last = starts[-1]
-    version = daemon.get("kvstore")
-    if version is not None and version != last["kvstore"]:
-        yield f"daemon was {last['kvstore']}, is {version}"
-    now = settings_digest(daemon["config"])
+    # Files are read in the order in which they were given: the last start need not be the latest.
+    last = max(starts, key=lambda one: float(one["at_s"]))
+    if daemon is not None and daemon.version != last["kvstore"]:
+        yield f"daemon was {last['kvstore']}, is {daemon.version}"
+    toml = config if config is not None or daemon is None else daemon.config
+    assert toml is not None, "one of them is there"
+    now = settings_digest(toml)
     if now != last["config_digest"]:
         yield f"settings: were {last['config_digest'][:19]}, are {now[:19]}"
-        yield from _settings(last["config"], daemon["config"])
+        yield from _settings(last["config"], toml)
+
+
+def _of_holds(holds: Mapping[str, Any], daemon: Now | None) -> Iterator[str]:
+    """What was found wrong since. Fewer of a state are no news: decided ones are in another."""
+    if daemon is None:
+        return
+    before = holds["by_instance"].get(daemon.instance, 0)
+    if daemon.mismatches > before:
+        yield f"audits: the daemon had found {before} blocks that differ, now {daemon.mismatches}"
+    for state in sorted(daemon.reviews):
+        was, now = holds["reviews"].get(state, 0), daemon.reviews[state]
+        if now > was:
+            yield f"reviews: {was} were {state}, now {now}"
+
+
+def _of_date(at_the_latest: str, now_s: float) -> Iterator[str]:
+    if datetime.fromtimestamp(now_s, timezone.utc) > datetime.fromisoformat(at_the_latest):
+        yield f"review: it was due by {at_the_latest}"
 
 
 def _settings(before: str, after: str) -> Iterator[str]:

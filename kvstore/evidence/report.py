@@ -38,7 +38,7 @@ class Store(NamedTuple):
     ram_bytes: float
     ram_byte_s: float
     ssd_bytes: float
-    mismatches: int
+    mismatches: Mapping[str, int]
     reviews: Mapping[str, int]
     known: bool
 
@@ -110,7 +110,11 @@ def make_report(
         "worse": [_named(where, one) for where, one in every if one.worse],
         "withheld": {"tokens": records.withheld_tokens, "saved_ms": records.withheld_ms},
         "resources": {**figures, "seconds": store.seconds, "known": store.known},
-        "holds": {"audit_mismatches": store.mismatches, "reviews": dict(store.reviews)},
+        "holds": {
+            "audit_mismatches": sum(store.mismatches.values()),
+            "by_instance": dict(store.mismatches),
+            "reviews": dict(store.reviews),
+        },
         "prices": _content(criteria)["prices"],
         "limits": _limits(criteria, records, baseline, applied, store, len(every)),
         "rollback": {
@@ -225,9 +229,9 @@ def _strata(
 
 def _used(usage: Mapping[str, Sequence[Usage]]) -> Store:
     seconds = cpu_s = ram_bytes = ram_byte_s = ssd_bytes = 0.0
-    mismatches = 0
+    mismatches: Counter[str] = Counter()
     reviews: Counter[str] = Counter()
-    for unsorted in usage.values():
+    for instance, unsorted in usage.items():
         rows = sorted(unsorted, key=lambda one: one.at_s)
         first, last = rows[0], rows[-1]
         seconds += last.at_s - first.at_s
@@ -236,7 +240,7 @@ def _used(usage: Mapping[str, Sequence[Usage]]) -> Store:
         ram_bytes = max(ram_bytes, *(one.rss_bytes for one in rows))
         for one, following in itertools.pairwise(rows):
             ram_byte_s += one.rss_bytes * (following.at_s - one.at_s)
-        mismatches += last.mismatches
+        mismatches[instance] = last.mismatches
         # Decisions outlive a daemon and are told again by the next: the most that one has seen.
         for state, count in last.reviews.items():
             reviews[state] = max(reviews[state], count)
@@ -250,7 +254,7 @@ def _figures(store: Store, worth: _Worth, applied: int) -> dict[str, float]:
         return {}
     requests = max(1, applied)
     return {
-        "audit_mismatches": float(store.mismatches),
+        "audit_mismatches": float(sum(store.mismatches.values())),
         "holds": float(sum(store.reviews.values())),
         "cpu_cores": store.cpu_s / store.seconds if store.seconds else 0.0,
         "ram_bytes": store.ram_bytes,

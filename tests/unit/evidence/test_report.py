@@ -4,166 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
-from kvstore.cli import main
-from kvstore.config import load, render_toml
-from kvstore.config.digest import settings_digest
 from kvstore.evidence.compare import change_of
 from kvstore.evidence.criteria import CriteriaError, digest_path, fix, read_criteria
 from kvstore.evidence.records import bucket_of, read_records, tenant_digest
-
-SEED = 20_261_130
-NOW_S = 4_000_000_000.0
-"""After `fix`, whenever the tests run."""
-CRITERIA = """
-name = "half the traffic"
-
-[sample]
-requests_min = 50
-resamples = 400
-seed = 7
-
-[prices]
-engine_hour = 3.0
-cpu_core_hour = 0.05
-ram_gib_hour = 0.01
-ssd_tib_written = 0.5
-
-[[criterion]]
-metric = "first_token_ms.mean"
-keep_at_most = -0.05
-roll_back_above = 0.02
-
-[[criterion]]
-metric = "failed.mean"
-keep_at_most = 0.02
-roll_back_above = 0.05
-
-[[bound]]
-metric = "audit_mismatches"
-at_most = 0
-"""
-
-Row = dict[str, Any]
-
-
-def lines(
-    applied_ms: float,
-    *,
-    baseline_ms: float = 100.0,
-    each: int = 300,
-    failed: int = 0,
-    prompt_tokens: tuple[int, int] = (2_000, 2_000),
-    mismatches: int = 0,
-    reported: int = 1,
-) -> list[Row]:
-    """Records of as many requests on each side, their times spread by a tenth."""
-    chance = np.random.default_rng(SEED)
-    found: list[Row] = [start()]
-    for number in range(2 * each):
-        applied = number % 2 == 0
-        mean = applied_ms if applied else baseline_ms
-        at_ms = round((NOW_S + number) * 1e3)
-        arm = "applied" if applied else "held_out"
-        found.append({"timestamp": at_ms, "verb": "lookup", "evidence": {"arm": arm}})
-        if number // 2 % reported:
-            continue
-        found.append(
-            {
-                "timestamp": at_ms,
-                "verb": "report",
-                "tenant": "default" if number % 4 < 2 else "orchid",
-                "input_length": prompt_tokens[not applied],
-                "evidence": {
-                    "arm": arm,
-                    "request": {
-                        "tier": "host" if number % 3 else "disk",
-                        "found_tokens": 1_024,
-                        "loaded_tokens": 1_024 if applied else 0,
-                        "loaded_bytes": 1 << 20 if applied else 0,
-                        "load_us": 5_000 if applied else 0,
-                        "computed_tokens": 976 if applied else 2_000,
-                        "prefill_us": round(mean * 900),
-                        "first_token_us": round(mean * 1e3 * chance.normal(1, 0.1)),
-                        "failed": applied and number < 2 * failed,
-                    },
-                },
-            }
-        )
-    found += [usage(0, mismatches), usage(2 * each, mismatches)]
-    return found
-
-
-def start(**more: Any) -> Row:
-    facts = {
-        "instance": "i1",
-        "kvstore": "0.0",
-        "python": "3.11",
-        "system": "Linux",
-        "config_digest": "sha256:1",
-        "config": "",
-        **more,
-    }
-    return {"timestamp": round(NOW_S * 1e3), "verb": "start", "evidence": {"start": facts}}
-
-
-def usage(after_s: float, mismatches: int = 0) -> Row:
-    facts = {
-        "instance": "i1",
-        "cpu_s": after_s / 10,
-        "rss_bytes": 1 << 30,
-        "ssd_written_bytes": round(after_s * 1e6),
-        "audit_mismatches": mismatches,
-        "reviews": {"held": 1} if mismatches else {},
-    }
-    at_ms = round((NOW_S + after_s) * 1e3)
-    return {"timestamp": at_ms, "verb": "usage", "evidence": {"usage": facts}}
-
-
-class Bench:
-    """A folder with fixed criteria."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.criteria = folder / "criteria.toml"
-        self.criteria.write_text(CRITERIA)
-        self.records = folder / "trace.jsonl"
-
-    def run(self, *arguments: str | Path, code: int) -> Result:
-        given = ["report", *map(str, arguments), "--runtime-dir", str(self.folder / "nowhere")]
-        result = CliRunner().invoke(main, given, catch_exceptions=False)
-        assert result.exit_code == code, result.output
-        return result
-
-    def write(self, rows: list[Row]) -> None:
-        self.records.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def report(self, rows: list[Row], code: int, *, fixed: bool = True) -> Row:
-        if fixed:
-            self.run("--criteria", self.criteria, "--fix", code=0)
-        self.write(rows)
-        where = self.folder / "made"
-        given = ("--criteria", self.criteria, "--records", self.records, "--write", where)
-        self.run(*given, code=code)
-        made: Row = json.loads((self.folder / "made.json").read_text())
-        assert (
-            f"# half the traffic: {made['verdict']['word']}"
-            in (self.folder / "made.md").read_text()
-        )
-        return made
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
-
+from tests.unit.evidence.bench import CRITERIA, NOW_S, SEED, Bench, lines
 
 # ---------------------------------------------------------------- verdicts
 
@@ -232,7 +82,11 @@ def test_failures_within_a_criterion_about_them_are_kept(bench: Bench) -> None:
 def test_a_mismatch_rolls_back_whatever_the_sample(bench: Bench) -> None:
     made = bench.report(lines(50, each=10, mismatches=1), code=1)
     assert made["verdict"]["word"] == "roll back"
-    assert made["holds"] == {"audit_mismatches": 1, "reviews": {"held": 1}}
+    assert made["holds"] == {
+        "audit_mismatches": 1,
+        "by_instance": {"i1": 1},
+        "reviews": {"held": 1},
+    }
 
 
 def test_sides_of_other_traffic_are_inconclusive(bench: Bench) -> None:
@@ -427,107 +281,3 @@ def test_where_there_is_no_interval_it_is_said_why() -> None:
     assert compare([1.0] * 500, [2.0] * 500, "p99").low == 1.0
     worst = compare([1.0, 5.0], [2.0, 3.0], "worst")
     assert (worst.baseline, worst.applied, worst.low) == (5.0, 3.0, None)
-
-
-# ---------------------------------------------------------------- check
-
-
-def checked(bench: Bench, *more: str | Path, code: int) -> str:
-    return bench.run("--check", bench.folder / "made.json", *more, code=code).output
-
-
-def recorded(bench: Bench, rows: list[Row], text: str = "[serve]\nshare = 0.5\n") -> Any:
-    """The daemon's file of settings, and the rows with a start that recorded them."""
-    settings = bench.folder / "kvstored.toml"
-    settings.write_text(text)
-    toml = render_toml(load(str(settings)))
-    return settings, [start(config=toml, config_digest=settings_digest(toml)), *rows[1:]]
-
-
-Change = Callable[[Bench], None]
-
-
-def _edit_records(bench: Bench) -> None:
-    bench.records.write_text(bench.records.read_text().replace("held_out", "applied", 1))
-
-
-def _cut_records(bench: Bench) -> None:
-    bench.records.write_text(bench.records.read_text()[:-1])
-
-
-def _remove_records(bench: Bench) -> None:
-    bench.records.unlink()
-
-
-def _edit_criteria(bench: Bench) -> None:
-    bench.criteria.write_text(CRITERIA + "\n")
-
-
-def _other_version(bench: Bench) -> None:
-    path = bench.folder / "made.json"
-    made = json.loads(path.read_text())
-    made["made_with"]["numpy"] = "0.1"
-    path.write_text(json.dumps(made))
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (_edit_records, "data: trace.jsonl"),
-        (_cut_records, "data: trace.jsonl"),
-        (_remove_records, "gone"),
-        (_edit_criteria, "criteria: criteria.toml"),
-        (_other_version, "numpy was 0.1"),
-    ],
-)
-def test_check_names_what_changed(bench: Bench, change: Change, named: str) -> None:
-    settings, rows = recorded(bench, lines(60))
-    bench.report(rows, code=0)
-    given = ("--criteria", bench.criteria, "--config", settings)
-    assert "nothing has changed" in checked(bench, *given, code=0)
-    change(bench)
-    assert named in checked(bench, *given, code=1)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_lines_that_were_added_are_told_and_change_nothing(bench: Bench, packed: bool) -> None:
-    """The daemon goes on recording; the last line may have been half a line."""
-    settings, rows = recorded(bench, lines(60))
-    if packed:
-        bench.records = bench.records.with_suffix(".gz")
-
-    def write(text: str) -> None:
-        data = text.encode()
-        bench.records.write_bytes(gzip.compress(data) if packed else data)
-
-    whole = "".join(json.dumps(row) + "\n" for row in rows)
-    bench.run("--criteria", bench.criteria, "--fix", code=0)
-    write(whole + '{"verb": "us')
-    given = ("--criteria", bench.criteria, "--records", bench.records)
-    bench.run(*given, "--write", bench.folder / "made", code=0)
-    check = ("--criteria", bench.criteria, "--config", settings)
-    assert "newer" not in checked(bench, *check, code=0)
-    write(whole + '{"verb": "usage"}\n' + whole)
-    text = checked(bench, *check, code=0)
-    assert "nothing has changed" in text
-    assert f"{bench.records.name} has lines that are newer" in text
-    write(whole.replace("held_out", "applied", 1))
-    assert f"data: {bench.records.name} was" in checked(bench, *check, code=1)
-
-
-def test_check_names_the_settings_that_changed(bench: Bench) -> None:
-    settings, rows = recorded(bench, lines(60))
-    bench.report(rows, code=0)
-    settings.write_text('[serve]\nshare = 1.0\n[host]\ncapacity_bytes = "1GiB"\n')
-    text = checked(bench, "--criteria", bench.criteria, "--config", settings, code=1)
-    assert "setting serve.share was 0.5, is 1.0" in text
-    assert 'setting host.capacity_bytes was 0, is "1GiB"' in text
-
-
-def test_check_says_what_it_could_not_compare(bench: Bench) -> None:
-    bench.report(lines(60), code=0)
-    text = checked(bench, code=1)
-    assert "give --criteria FILE" in text
-    assert "no daemon answers" in text
-    bench.folder.joinpath("made.json").write_text("[]")
-    assert "is no report" in checked(bench, code=1)
