@@ -4,6 +4,7 @@ request.
 
 from __future__ import annotations
 
+import asyncio
 from itertools import count
 
 from kvstore.model.cost import PrefillCost
@@ -169,26 +170,72 @@ def test_a_session_that_ends_takes_its_probe_along() -> None:
         assert stand.begun == 2
 
 
-def test_memory_that_was_slow_is_measured_by_a_copy() -> None:
-    with Gated() as stand:
-        stand.put(stand.session, stand.space, keys(4, "in memory"))
-        link = stand.store.links[HOST]
+class SlowMemory(Gated):
+    """A stand whose host memory has been found slow, with a prompt in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = keys(4, "in memory")
+        self.put(self.session, self.space, self.prompt)
+        self.link = self.store.links[HOST]
         for step in range(40):
-            link.observe(4 * BLOCK, SECOND, stand.clock.monotonic_ns() + step)
-        slow = link.predict_ns(4 * BLOCK)
+            self.link.observe(4 * BLOCK, SECOND, self.clock.monotonic_ns() + step)
+        self.slow_ns = self.link.predict_ns(4 * BLOCK)
+
+    def __enter__(self) -> SlowMemory:
+        return self
+
+    def ask_for_memory(self) -> Plan:
+        """One look-up of it."""
 
         async def asked() -> Plan:
-            prompt = keys(4, "in memory")
-            codes = await stand.store.lookup(stand.session, stand.space, prompt)
-            advice = plan(runs_of(codes), TOKENS, BLOCK, stand.store.links, COST, 64)
-            probes = stand.store.probes
-            probes.passed_over(stand.session, stand.space, prompt, codes, BLOCK, advice)
+            codes = await self.store.lookup(self.session, self.space, self.prompt)
+            advice = plan(runs_of(codes), TOKENS, BLOCK, self.store.links, COST, 64)
+            probes, space = self.store.probes, self.space
+            probes.passed_over(self.session, space, self.prompt, codes, BLOCK, advice)
             return advice
 
-        assert stand.run(asked()).reason is Reason.DECLINED_RECOMPUTE_FASTER
+        return self.run(asked())
+
+
+def test_memory_that_was_slow_is_measured_by_a_copy() -> None:
+    with SlowMemory() as stand:
+        assert stand.ask_for_memory().reason is Reason.DECLINED_RECOMPUTE_FASTER
         for _ in range(60):
             stand.pass_time(SECOND)
-            stand.run(asked())
+            stand.ask_for_memory()
             stand.settle()
-        assert link.predict_ns(4 * BLOCK) < slow / 100
+        assert stand.link.predict_ns(4 * BLOCK) < stand.slow_ns / 100
         assert stand.store.core.stats().read_leases == 0
+
+
+def test_slow_memory_is_copied_beside_the_loop_and_leased_meanwhile() -> None:
+    with SlowMemory() as stand:
+        stand.pass_time(PAUSE_MAX_NS)
+        stand.pool.held = True
+        stand.ask_for_memory()
+        stand.settle()
+        assert stand.pool.waiting == 1, "the loop goes on"
+        assert stand.store.core.stats().read_leases == 1
+        assert stand.link.predict_ns(4 * BLOCK) == stand.slow_ns
+        stand.pool.held = False
+        stand.pool.step()
+        stand.settle()
+        assert stand.store.core.stats().read_leases == 0
+        assert stand.link.predict_ns(4 * BLOCK) < stand.slow_ns
+
+
+def test_a_copy_that_a_stop_cuts_short_tells_nothing_and_keeps_nothing() -> None:
+    with SlowMemory() as stand:
+        stand.pass_time(PAUSE_MAX_NS)
+        stand.pool.held = True
+        stand.ask_for_memory()
+        stand.settle()
+        for task in asyncio.all_tasks(stand.loop):
+            task.cancel()
+        stand.settle()
+        assert stand.store.core.stats().read_leases == 0
+        stand.pool.held = False
+        stand.pool.step()
+        stand.settle()
+        assert stand.link.predict_ns(4 * BLOCK) == stand.slow_ns

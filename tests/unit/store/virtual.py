@@ -70,6 +70,8 @@ class StepPool(ThreadPoolExecutor):
 def _run(
     future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
 ) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         result = work(*args, **named)
     except Exception as error:
