@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
@@ -137,12 +138,22 @@ def read_criteria(path: Path) -> tuple[Criteria, str]:
         raise CriteriaError(f"{path.name}: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise CriteriaError(f"{path.name}: {error}") from error
+    _check_finite(raw, "")
     for one in criteria.criterion:
         _check_criterion(one)
     for bound in criteria.bound:
         if bound.metric not in BOUNDS:
             raise CriteriaError(f"bound {bound.metric!r} is none of {', '.join(BOUNDS)}")
     return criteria, digest_of(data)
+
+
+def _check_finite(value: Any, name: str) -> None:
+    """TOML has inf and nan: no comparison with the one fails, none with the other holds."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CriteriaError(f"{name} is {value}: take a number")
+    if isinstance(value, dict | list):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value, 1):
+            _check_finite(one, f"{name} {key}".strip())
 
 
 def _check_criterion(one: Criterion) -> None:

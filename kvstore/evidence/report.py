@@ -250,17 +250,22 @@ def _used(usage: Mapping[str, Sequence[Usage]]) -> Store:
 
 
 def _figures(store: Store, worth: _Worth, applied: int) -> dict[str, float]:
+    """What is known: a daemon that recorded itself once has used an unknown amount since."""
     if not store.known:
         return {}
-    requests = max(1, applied)
-    return {
+    found = {
         "audit_mismatches": float(sum(store.mismatches.values())),
         "holds": float(sum(store.reviews.values())),
-        "cpu_cores": store.cpu_s / store.seconds if store.seconds else 0.0,
         "ram_bytes": store.ram_bytes,
-        "ssd_bytes_per_request": store.ssd_bytes / requests,
-        "store_cost_per_1000_requests": worth.store_cost / requests * 1_000,
     }
+    if store.seconds > 0:
+        requests = max(1, applied)
+        found |= {
+            "cpu_cores": store.cpu_s / store.seconds,
+            "ssd_bytes_per_request": store.ssd_bytes / requests,
+            "store_cost_per_1000_requests": worth.store_cost / requests * 1_000,
+        }
+    return found
 
 
 def _coverage(records: Records) -> dict[str, float]:
@@ -320,6 +325,8 @@ def _limits(
         found.append("the sides ran at different times: traffic may have changed in between")
     if not store.known:
         found.append("no daemon recorded its own use: costs are the engines' alone")
+    elif not store.seconds:
+        found.append("no daemon recorded its own use twice: costs are the engines' alone")
     digests = {one.get("config_digest") for one in records.starts}
     if len(digests) > 1:
         found.append(f"the daemons ran with {len(digests)} different settings")

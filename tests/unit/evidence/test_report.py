@@ -160,6 +160,10 @@ def test_fixing_again_changes_nothing_while_the_content_is_the_same(bench: Bench
         ("requests_min = 50", "requests_min = 1", ">= 2"),
         ("requests_min = 50", "requests = 50", "unknown field"),
         ("name =", "nom =", "unknown field"),
+        ("\nat_most = 0\n", "\nat_most = inf\n", "bound 1 at_most is inf"),
+        ("roll_back_above = 0.02", "roll_back_above = nan", "roll_back_above is nan"),
+        ("keep_at_most = 0.02", "keep_at_most = -inf", "criterion 2 keep_at_most is -inf"),
+        ("engine_hour = 3.0", "engine_hour = nan", "engine_hour"),
         ("[sample]", "[sample", "criteria.toml"),
     ],
 )
@@ -204,6 +208,23 @@ def test_all_that_a_reader_needs_is_there(bench: Bench) -> None:
     for part in ("## Data", "## By tenant", "## By prompt", "## By tier", "## Improved", "## Worse",
                  "## Known limits", "To roll back", "Look again by", "sha256:"):  # fmt: skip
         assert part in text
+
+
+@pytest.mark.parametrize("rows", [1, 0])
+def test_what_a_daemon_used_is_unknown_where_it_said_so_only_once(bench: Bench, rows: int) -> None:
+    """It is not 0: a bound that nothing is known of is neither met nor broken."""
+    bounds = (
+        '[[bound]]\nmetric = "cpu_cores"\nat_most = 4\n'
+        '[[bound]]\nmetric = "store_cost_per_1000_requests"\nat_most = 1\n'
+    )
+    bench.criteria.write_text(CRITERIA + bounds)
+    made = bench.report(lines(60)[: -2 + rows], code=1)
+    assert made["verdict"]["word"] == "inconclusive"
+    states = {one["what"]: one["state"] for one in made["verdict"]["judged"]}
+    assert (states["cpu_cores"], states["store_cost_per_1000_requests"]) == ("undecided",) * 2
+    assert states["audit_mismatches"] == ("met" if rows else "undecided")
+    assert "cpu_cores" not in made["resources"]
+    assert any("recorded its own use" in one for one in made["limits"])
 
 
 def test_the_same_records_give_the_same_numbers(bench: Bench) -> None:
