@@ -188,6 +188,9 @@ class AsyncTier:
         # Longer than a lookup may take, so that only a defect of ours is found by it.
         self._patience_ns = 2 * self._deadlines.lookup_ms * 1_000_000
         self._requests: dict[str, _Request] = {}
+        self._live: set[str] = set()
+        # Had begun when the weights may have changed: their KV is of both.
+        self._mixed: set[str] = set()
         self._owners: dict[int, _Job] = {}
         self._with_new: list[str] = []
         # Both are appended to by the tier's threads and emptied by the engine's.
@@ -204,9 +207,15 @@ class AsyncTier:
 
     # ---------------------------------------------------------------- for the engine's thread
 
+    def request_began(self, request_id: str) -> None:
+        """Until `request_finished` the engine may hold KV of this request."""
+        self._live.add(request_id)
+
     def lookup(self, request_id: str, key: bytes) -> Answer:
         """Whether the store has this key. RETRY: it was asked, or will be at `end_step`."""
         self._take_answers()
+        if request_id in self._mixed:
+            return Answer.MISS
         request = self._requests.get(request_id)
         if request is None:
             request = self._requests[request_id] = _Request()
@@ -272,7 +281,7 @@ class AsyncTier:
         if not self._is_sound(job):
             log.error("kvstore: job %d names rows that are not there; not done", job.job_id)
             self._fail(job)
-        elif not lane.submit(job):
+        elif job.request_id in self._mixed or not lane.submit(job):
             self._fail(job)
 
     def _is_sound(self, job: _Job) -> bool:
@@ -313,16 +322,20 @@ class AsyncTier:
     def request_finished(self, request_id: str) -> None:
         """Nothing will be asked for this request any more. Its jobs go on."""
         self._requests.pop(request_id, None)
+        self._live.discard(request_id)
+        self._mixed.discard(request_id)
 
     def drain(self) -> None:
         """Ends all jobs: those that have not begun fail. Nothing touches the rows afterwards, and
-        nothing that was stored until now is used again.
+        nothing that was stored until now is used again. For the requests that have begun nothing is
+        stored or found any more: they may go on with KV of the weights before.
         """
         for lane in (self._loads, self._stores):
             for job in lane.cancel():
                 self._fail(job)
         self._loads.wait_idle()
         self._stores.wait_idle()
+        self._mixed |= self._live
         self._spaces.reset()
         self._count("reset")
 

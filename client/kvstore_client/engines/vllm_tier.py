@@ -179,6 +179,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
 
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if self._tier is not None:
+            self._tier.request_began(req_context.req_id)
         return RequestOffloadingContext()
 
     def submit_load(self, job_metadata: TransferJob) -> None:

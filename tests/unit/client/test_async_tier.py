@@ -363,6 +363,28 @@ def test_drain_ends_waiting_jobs_and_forgets_what_was_stored(stage: Stage) -> No
     assert stage.ask(keys, "later") == [Answer.HIT] * 2
 
 
+def test_a_request_that_lives_through_a_reset_neither_stores_nor_finds(stage: Stage) -> None:
+    """Its blocks are of the weights before, and the next request would find them as new ones."""
+    keys = engine_keys(2)
+    filled(stage, 2)
+    for request in ("old", "ended"):
+        stage.tier.request_began(request)
+    stage.tier.request_finished("ended")
+    assert stage.put(keys, [0, 1], request="old").success
+    stage.tier.drain()
+    assert not stage.put(keys, [0, 1], request="old").success
+    assert stage.ask(keys, "new") == [Answer.MISS] * 2
+    for request in ("new", "ended"):
+        stage.tier.request_began(request)
+    assert stage.put(keys, [0, 1], request="ended").success, "an id may come again"
+    assert stage.ask(keys, "later") == [Answer.HIT] * 2
+    assert stage.ask(keys, "old") == [Answer.MISS] * 2
+    assert not stage.load(keys, [4, 5], request="old").success
+    assert not stage.rows[4:6].any()
+    stage.tier.request_finished("old")
+    assert stage.ask(keys, "old") == [Answer.HIT] * 2
+
+
 def test_after_close_nothing_is_touched_and_every_job_ends(stage: Stage) -> None:
     keys = engine_keys(2)
     filled(stage, 2)
