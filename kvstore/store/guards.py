@@ -102,6 +102,7 @@ class Guards:
         self._pause_memory = pause_memory
         self._guards: dict[Name, Guard] = {}
         self._defect = ""
+        self._groups = memory_budget.Groups()
         self._spaces: OrderedDict[int, RateGuard] = OrderedDict()
         self._looked_ns = self._levels_ns = -LEVELS_EVERY_NS
         memory = (limits.memory_free_warn_bytes, limits.memory_free_stop_bytes)
@@ -189,7 +190,7 @@ class Guards:
             listener(change)
 
     def _see_memory(self, now_ns: int) -> None:
-        bound = memory_budget.tightest()
+        bound = memory_budget.tightest(memory_budget.read_text, self._groups)
         free_bytes = None if bound is None else float(bound.available_bytes)
         if bound is not None:
             guard, limits, total = self._memory, self.limits, bound.total_bytes

@@ -26,6 +26,10 @@ OVERHEAD_BYTES = 256 * MIB
 MINIMUM_BYTES = 64 * MIB
 """With less than this a smaller start is refused: it would hold a handful of blocks."""
 
+LOOKS = 300
+"""So often the groups that were found are used, by who asks again and again: five minutes of looks
+a second. Groups of a process hardly ever change, and the mounts of a machine may be thousands."""
+
 _SETTING = "host.capacity_bytes"
 # Version 1 says "no limit" with the largest multiple of the page size below 2^63.
 _UNLIMITED = 1 << 60
@@ -62,14 +66,32 @@ class Grant(NamedTuple):
     reason: str
 
 
-def limits(read: ReadText = read_text) -> list[Limit]:
+class Groups:
+    """Where the groups of this process and those above them are, for who asks every second: looked
+    up at first, and again after `LOOKS`.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, tuple[str, ...]]] = {}
+
+    def folders(self, read: ReadText, kind: str, controller: str) -> tuple[str, ...]:
+        """Of the hierarchy of `controller`, in file systems of this kind; the process's first."""
+        looks, found = self._found.get(kind, (LOOKS, ()))
+        if looks >= LOOKS:
+            looks, found = 0, tuple(_folders(read, kind, _own_path(read, controller)))
+        self._found[kind] = looks + 1, found
+        return found
+
+
+def limits(read: ReadText = read_text, groups: Groups | None = None) -> list[Limit]:
     """Every bound that applies to this process, in no order. Empty if /proc cannot be read."""
-    return [*_machine(read), *_cgroup_v2(read), *_cgroup_v1(read)]
+    groups = groups or Groups()
+    return [*_machine(read), *_cgroup_v2(read, groups), *_cgroup_v1(read, groups)]
 
 
-def tightest(read: ReadText = read_text) -> Limit | None:
+def tightest(read: ReadText = read_text, groups: Groups | None = None) -> Limit | None:
     """The bound with the fewest available bytes; None if none is known."""
-    return min(limits(read), key=lambda limit: limit.available_bytes, default=None)
+    return min(limits(read, groups), key=lambda limit: limit.available_bytes, default=None)
 
 
 def total_bytes(read: ReadText = read_text) -> int | None:
@@ -173,24 +195,24 @@ def _machine(read: ReadText) -> Iterator[Limit]:
 # ---------------------------------------------------------------- cgroups
 
 
-def _cgroup_v2(read: ReadText) -> Iterator[Limit]:
-    path = _own_path(read, "")
-    for folder in _folders(read, "cgroup2", path):
+def _cgroup_v2(read: ReadText, groups: Groups) -> Iterator[Limit]:
+    for folder in groups.folders(read, "cgroup2", ""):
         # Beyond memory.high the kernel throttles us without end: blocks cannot be reclaimed.
         bounds = [_number(read(f"{folder}/memory.{name}")) for name in ("max", "high")]
         known = [bound for bound in bounds if bound is not None]
-        used = _number(read(f"{folder}/memory.current"))
-        if known and used is not None:
+        used = _number(read(f"{folder}/memory.current")) if known else None
+        if used is not None:
             cache = _reclaimable(read(f"{folder}/memory.stat"), "")
             yield _limit(f"cgroup {folder}", min(known), used, cache)
 
 
-def _cgroup_v1(read: ReadText) -> Iterator[Limit]:
-    path = _own_path(read, "memory")
-    for folder in _folders(read, "cgroup", path):
+def _cgroup_v1(read: ReadText, groups: Groups) -> Iterator[Limit]:
+    for folder in groups.folders(read, "cgroup", "memory"):
         bound = _number(read(f"{folder}/memory.limit_in_bytes"))
+        if bound is None or bound >= _UNLIMITED:
+            continue
         used = _number(read(f"{folder}/memory.usage_in_bytes"))
-        if bound is not None and bound < _UNLIMITED and used is not None:
+        if used is not None:
             cache = _reclaimable(read(f"{folder}/memory.stat"), "total_")
             yield _limit(f"cgroup {folder}", bound, used, cache)
 

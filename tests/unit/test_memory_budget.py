@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from kvstore.model.reasons import Reason, StartError
@@ -155,6 +157,53 @@ def test_a_machine_that_does_not_overcommit() -> None:
     strict = {"/proc/sys/vm/overcommit_memory": "2\n"}
     assert available(reader(meminfo(more=more), strict)) == 2 * GIB
     assert available(reader(meminfo(more=more))) == 32 * GIB
+
+
+@pytest.mark.parametrize(
+    ("mounts", "group"),
+    [
+        (v2(), group2("/sys/fs/cgroup/a/b", 4 * GIB, GIB)),
+        (v1("/x", mount="/cg/memory"), group1("/cg/memory/x", 4 * GIB, GIB)),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_who_asks_every_second_has_groups_looked_up_now_and_then(
+    mounts: dict[str, str], group: dict[str, str]
+) -> None:
+    files = {**meminfo(), **mounts, **group}
+    asked: Counter[str] = Counter()
+
+    def read(path: str) -> str | None:
+        asked[path] += 1
+        return files.get(path)
+
+    groups = budget.Groups()
+    for looks in range(budget.LOOKS):
+        limit = budget.tightest(read, groups)
+        assert limit is not None
+        assert limit.available_bytes == 3 * GIB - looks * MIB, "what is used is read each time"
+        for path in group:
+            if "current" in path or "usage" in path:
+                files[path] = f"{GIB + (looks + 1) * MIB}\n"
+    assert asked["/proc/self/mountinfo"] <= 2, "for either version once"
+    files.update({path: "1\n" for path in group if "max" in path or "limit" in path})
+    before = asked["/proc/self/mountinfo"]
+    again = budget.tightest(read, groups)
+    assert asked["/proc/self/mountinfo"] > before, "a process may be moved"
+    assert again == budget.tightest(read)
+
+
+def test_a_group_without_a_bound_is_not_asked_what_it_uses() -> None:
+    files = {**meminfo(), **v2(), **group2("/sys/fs/cgroup/a/b", "max", GIB)}
+    asked: list[str] = []
+
+    def read(path: str) -> str | None:
+        asked.append(path)
+        return files.get(path)
+
+    budget.limits(read)
+    assert "/sys/fs/cgroup/a/b/memory.max" in asked
+    assert not [path for path in asked if path.endswith(("current", "stat"))]
 
 
 def test_this_machine_can_be_read() -> None:
