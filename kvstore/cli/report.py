@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import zlib
 from collections import Counter
@@ -92,7 +93,7 @@ def _report(daemon: Daemon, path: Path, files: tuple[Path, ...], write: Path | N
     text = as_markdown(made)
     if write is not None:
         for suffix, content in ((".json", json.dumps(made, indent=1) + "\n"), (".md", text)):
-            write.with_name(write.name + suffix).write_text(content, encoding="utf-8")
+            _write(write.with_name(write.name + suffix), content)
     if daemon.as_json:
         show.as_json(made)
     else:
@@ -100,6 +101,17 @@ def _report(daemon: Daemon, path: Path, files: tuple[Path, ...], write: Path | N
     word = made["verdict"]["word"]
     if word != "keep":
         raise NotSo(f"{word}: {'; '.join(made['verdict']['reasons'])}")
+
+
+def _write(path: Path, content: str) -> None:
+    """For this user alone: the report names files and settings."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(fd, "w", encoding="utf-8") as file:
+            os.fchmod(fd, 0o600)
+            file.write(content)
+    except OSError as error:
+        raise NotSo(f"{path.name} cannot be written: {error.strerror}") from error
 
 
 def _made(criteria: Criteria, fixed: Fixed, files: Sequence[Path]) -> dict[str, Any]:

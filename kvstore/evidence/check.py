@@ -14,6 +14,7 @@ import numpy as np
 import kvstore
 from kvstore.config.digest import settings_digest, settings_of
 from kvstore.evidence.criteria import digest_of
+from kvstore.evidence.masking import masked
 from kvstore.evidence.records import digest_of_start
 
 __all__ = ["Checked", "Now", "changed_since"]
@@ -117,7 +118,7 @@ def _of_daemon(
     now = settings_digest(toml)
     if now != last["config_digest"]:
         yield f"settings: were {last['config_digest'][:19]}, are {now[:19]}"
-        yield from _settings(last["config"], toml)
+        yield from _settings(last["config"], masked(toml))
 
 
 def _of_holds(holds: Mapping[str, Any], daemon: Now | None) -> Iterator[str]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from kvstore.evidence.masking import masked, tenant_digest
+
 __all__ = [
     "BUCKETS",
     "Records",
@@ -22,14 +24,11 @@ __all__ = [
     "bucket_of",
     "digest_of_start",
     "read_records",
-    "tenant_digest",
 ]
 
 BUCKETS = (("< 1k", 1_024), ("1k-4k", 4_096), ("4k-16k", 16_384), ("16k-64k", 65_536))
 """Prompt lengths in tokens: name, and the first length that is too long for it."""
 LAST_BUCKET = ">= 64k"
-DEFAULT_TENANT = "default"
-TENANT_DIGITS = 12
 
 
 class Request(NamedTuple):
@@ -177,7 +176,8 @@ def _take(fields: dict[str, Any], at_s: float, records: Records) -> None:
             records.withheld_ms += would["saved_ms"] or 0.0
             records.withheld_tokens += would["tokens"]
     elif verb == "start":
-        records.starts.append({"at_s": at_s, **evidence["start"]})
+        one = evidence["start"]
+        records.starts.append({"at_s": at_s, **one, "config": masked(str(one["config"]))})
     elif verb == "usage":
         one = evidence["usage"]
         records.usage.setdefault(one["instance"], []).append(
@@ -213,10 +213,3 @@ def _request(fields: dict[str, Any], evidence: dict[str, Any], at_s: float) -> R
 def bucket_of(prompt_tokens: int) -> str:
     """The bucket of a prompt's length."""
     return next((name for name, end in BUCKETS if prompt_tokens < end), LAST_BUCKET)
-
-
-def tenant_digest(name: str) -> str:
-    """A tenant as the metrics call it: the first digits of the SHA-256 of its name."""
-    if name == DEFAULT_TENANT:
-        return name
-    return hashlib.sha256(name.encode()).hexdigest()[:TENANT_DIGITS]

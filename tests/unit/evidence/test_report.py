@@ -12,8 +12,9 @@ import pytest
 
 from kvstore.evidence.compare import change_of
 from kvstore.evidence.criteria import CriteriaError, digest_path, fix, read_criteria
-from kvstore.evidence.records import bucket_of, read_records, tenant_digest
-from tests.unit.evidence.bench import CRITERIA, NOW_S, SEED, Bench, lines
+from kvstore.evidence.masking import tenant_digest
+from kvstore.evidence.records import bucket_of, read_records
+from tests.unit.evidence.bench import CRITERIA, NOW_S, SEED, Bench, lines, recorded
 
 # ---------------------------------------------------------------- verdicts
 
@@ -208,6 +209,37 @@ def test_all_that_a_reader_needs_is_there(bench: Bench) -> None:
     for part in ("## Data", "## By tenant", "## By prompt", "## By tier", "## Improved", "## Worse",
                  "## Known limits", "To roll back", "Look again by", "sha256:"):  # fmt: skip
         assert part in text
+
+
+TENANTS = """
+[tenants.default]
+quota_bytes = "1GiB"
+[tenants.orchid]
+socket = "orchid-data.sock"
+quota_bytes = "2GiB"
+"""
+
+
+def test_no_tenant_is_named_and_nobody_else_reads_the_files(bench: Bench) -> None:
+    settings, rows = recorded(bench, lines(60), TENANTS)
+    (bench.folder / "made.json").touch(0o644)
+    made = bench.report(rows, code=0)
+    config = made["daemons"][0]["config"]
+    for name in ("made.json", "made.md"):
+        path = bench.folder / name
+        assert "orchid" not in path.read_text().replace(str(bench.folder), "")
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert f"[tenants.{tenant_digest('orchid')}]" in config
+    assert "[tenants.default]" in config
+    check = ("--check", bench.folder / "made.json", "--criteria", bench.criteria)
+    bench.run(*check, "--config", settings, code=0)
+    settings.write_text(TENANTS.replace("2GiB", "3GiB").replace("-data", "-more"))
+    text = bench.run(*check, "--config", settings, code=1).output
+    assert "orchid" not in text
+    where = f"setting tenants.{tenant_digest('orchid')}."
+    assert f"{where}socket was" in text
+    assert f'{where}quota_bytes was "2GiB", is "3GiB"' in text
+    assert text.count(where) == 2
 
 
 @pytest.mark.parametrize("rows", [1, 0])
