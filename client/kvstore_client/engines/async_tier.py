@@ -20,6 +20,7 @@ Knows no engine: `vllm_tier` drives it, and so do the tests.
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import threading
 import time
@@ -47,6 +48,9 @@ TOLD_MAX = 64
 """Kinds of refusals that are logged."""
 REQUEST_ID_BYTES_MAX = 128
 """Of the engine's request id in the daemon's trace."""
+KEYS_MAX: Final = 32_768
+"""Keys that are remembered: those of the prompts that are under way, some 10 MB. A prompt is stored
+in pieces, each with the whole chain before it, and a key costs 10 us of the interpreter's lock."""
 
 
 OUTCOMES: Final = (
@@ -181,7 +185,7 @@ class AsyncTier:
         self._spaces = spaces
         self._rows: Bytes | None = rows
         self._content_bytes = content_bytes
-        self._key_of = key_of
+        self._key_of = functools.lru_cache(KEYS_MAX)(key_of)
         self._deadlines = deadlines or Deadlines()
         self._durable = durable
         self._clock_ns = clock_ns

@@ -37,6 +37,7 @@ class Stage:
         threaded: bool = False,
         config: ClientConfig | None = None,
         fingerprint: Any = None,
+        keyed: Callable[[bytes], Any] = key_of,
         **more: Any,
     ) -> None:
         self.store = store
@@ -51,7 +52,7 @@ class Stage:
             self.spaces,
             self.rows,
             CONTENT_BYTES,
-            key_of,
+            keyed,
             clock_ns=self.clock,
             threaded=threaded,
             **more,
@@ -228,6 +229,27 @@ def test_a_key_that_is_not_in_the_prompt_is_not_stored(stage: Stage) -> None:
     assert not done.success
     assert not stage.spaces.current().lookup([key_of(keys[2])]).blocks
     assert stage.spaces.current().lookup([key_of(key) for key in keys[:2]]).blocks == 2
+
+
+def test_a_growing_prompt_costs_one_key_a_block(store: FakeStore) -> None:
+    """Each piece of it comes with the chain from its beginning."""
+    asked: list[bytes] = []
+
+    def counting(key: bytes) -> Any:
+        asked.append(key)
+        return key_of(key)
+
+    stage = Stage(store, keyed=counting)
+    keys = engine_keys(8)
+    expected = filled(stage, 8)
+    for end in range(1, 9):
+        assert stage.put([keys[end - 1]], [end - 1], chain=keys[:end]).success
+    assert asked == keys
+    assert stage.ask(keys) == [Answer.HIT] * 8
+    assert stage.load(keys[4:], [8, 9, 10, 11]).success
+    assert (stage.rows[8:12, :CONTENT_BYTES] == expected[4:]).all()
+    assert asked == keys
+    stage.tier.close()
 
 
 def test_the_second_writer_of_a_key_changes_nothing(stage: Stage) -> None:
