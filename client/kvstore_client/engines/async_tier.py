@@ -371,15 +371,18 @@ class AsyncTier:
         """Without threads: runs one job of each kind here. False if there was none."""
         return any([self._lookups.run_one(), self._loads.run_one(), self._stores.run_one()])
 
+    def _left_ms(self, since_ns: int, deadline_ms: int) -> int:
+        return deadline_ms - (self._clock_ns() - since_ns) // 1_000_000
+
     def _look_up(self, questions: list[_Question]) -> None:
         for question in questions:
+            left_ms = self._left_ms(question.asked[0].asked_ns, self._deadlines.lookup_ms)
+            if left_ms <= 0:  # of a request that has gone on, or will at once
+                self._give_up_lookup([question])
+                continue
             space = self._spaces.current()
             keys = [self._key_of(asked.key) for asked in question.asked]
-            hit = space.lookup(
-                keys,
-                request_id=_trace_id(question.request_id),
-                deadline_ms=self._deadlines.lookup_ms,
-            )
+            hit = space.lookup(keys, request_id=_trace_id(question.request_id), deadline_ms=left_ms)
             loaded = min(hit.blocks, hit.plan.load_blocks)
             self._count("lookup_hit", loaded)
             self._count("lookup_declined", hit.blocks - loaded)
@@ -417,8 +420,8 @@ class AsyncTier:
         rows = self._rows
         assert rows is not None  # let go of only after the lanes have ended
         # The request waits from its submission on, behind others too.
-        waited_ms = (self._clock_ns() - job.submitted_ns) // 1_000_000
-        if waited_ms >= self._deadlines.load_ms:
+        left_ms = self._left_ms(job.submitted_ns, self._deadlines.load_ms)
+        if left_ms <= 0:
             self._fail(job)
             return
         begun = time.perf_counter()
@@ -426,7 +429,7 @@ class AsyncTier:
             [self._key_of(key) for key in job.keys],
             [rows[row, : self._content_bytes] for row in job.rows],
             request_id=_trace_id(job.request_id),
-            deadline_ms=self._deadlines.load_ms - waited_ms,
+            deadline_ms=left_ms,
         )
         keys = job.keys[: fetched.blocks]
         self._count("load_loaded", len(keys))

@@ -203,8 +203,33 @@ def test_an_answer_that_does_not_come_is_a_miss_after_a_while(stage: Stage) -> N
     assert stage.tier.lookup("r", key) is Answer.MISS
     assert stage.tier.counted() == {"lookup_late": 1}
     assert stage.tier.work()
-    assert stage.tier.counted() == {"lookup_hit": 1}
+    assert stage.tier.counted() == {"lookup_miss": 1}
+    assert stage.store.requests["Lookup"] == 0, "nobody waits for that answer any more"
     assert stage.tier.lookup("r", key) is Answer.MISS, "too late is too late"
+
+
+def test_questions_behind_a_slow_one_have_what_is_left_of_their_time(store: FakeStore) -> None:
+    """A daemon that is slow for one request must not make each of the next wait as long again."""
+    slow_s = [0.2, 0.2, 0.0]
+
+    def answer(method: str, request: Any) -> Any:
+        if method == "Lookup":
+            stage.clock.advance(slow_s.pop(0))
+        return store.answer(method, request)
+
+    stage = Stage(store, answer)
+    keys = engine_keys(4)
+    for request, key in zip("abcd", keys, strict=True):
+        stage.tier.lookup(request, key)
+    stage.tier.end_step()
+    assert stage.tier.work()
+    assert slow_s == [0.0], "c and d are too late when their turn comes"
+    answers = [stage.tier.lookup(request, key) for request, key in zip("abcd", keys, strict=True)]
+    assert answers == [Answer.MISS] * 4
+    assert stage.tier.counted() == {"lookup_miss": 4}
+    assert stage.ask(keys[:1], "e") == [Answer.MISS]
+    assert not slow_s
+    stage.tier.close()
 
 
 def test_only_what_a_job_names_is_stored_with_its_place_in_the_prompt(stage: Stage) -> None:
