@@ -34,6 +34,11 @@ from kvstore.tiers.base import Archive, PoolMemory, Saved, SavedBlock
 
 log = logging.getLogger(__name__)
 
+COUNTED = frozenset({Reason.MISS_EVICTED, Reason.DECLINED_GUARD})
+"""No line for each: an archive may let a block age out between finding and loading it, and a guard
+that stops, which is told once, refuses all that are out at once, which may be thousands.
+"""
+
 TURN_BYTES_MAX = 4 << 20
 """A worker takes so much at a time: what is submitted meanwhile waits about two milliseconds."""
 TURN_COPIES_MAX = 64
@@ -451,11 +456,10 @@ def _completion(copy: Copy, outcome: Saved | None, elapsed_ns: int) -> Completio
         reason = outcome.reason
     elif isinstance(outcome, OSError):
         reason = Reason.DISK_FULL if outcome.errno == errno.ENOSPC else Reason.IO_ERROR
-    if outcome is not None:
-        # An archive may let a block age out between finding and loading it, and says itself, once,
-        # that it takes no saves.
-        usual = reason is Reason.MISS_EVICTED or copy.why == "save"
-        log.log(logging.DEBUG if usual else logging.WARNING, "mover: %s: %s", _name(copy), outcome)
+    if outcome is not None and reason not in COUNTED:
+        # An archive says itself, once, that it takes no saves.
+        level = logging.DEBUG if copy.why == "save" else logging.WARNING
+        log.log(level, "mover: %s: %s", _name(copy), outcome)
     return Completion(copy.copy_id, False, reason, None, elapsed_ns)
 
 

@@ -615,11 +615,36 @@ def test_the_rest_of_a_turn_outlives_a_defect(bench: Bench, steps: StepExecutor)
 def test_logs_show_no_whole_key(
     bench: Bench, disk_steps: StepExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
+    bench.archive.failure = OSError(5, "Input/output error")
     bench.mover.submit([load(1, 0, bytes(range(32)))])
     with caplog.at_level(logging.DEBUG):
         disk_steps.run()
     assert "00010203" in caplog.text
     assert "0001020304" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("failure", "lines"),
+    [
+        (KVStoreError(Reason.DECLINED_GUARD, "a guard has stopped reading"), 0),
+        (KVStoreError(Reason.MISS_EVICTED, "aged out"), 0),
+        (OSError(5, "Input/output error"), 8),
+    ],
+    ids=["refused", "aged out", "failed"],
+)
+def test_loads_that_a_guard_refuses_or_that_came_too_late_are_counted_not_told(
+    bench: Bench,
+    disk_steps: StepExecutor,
+    caplog: pytest.LogCaptureFixture,
+    failure: Exception,
+    lines: int,
+) -> None:
+    bench.archive.failure = failure
+    bench.mover.submit([load(number, number % SLOTS, bytes([number])) for number in range(8)])
+    with caplog.at_level(logging.DEBUG):
+        disk_steps.run()
+    assert len(bench.deliver()) == 8
+    assert len([one for one in caplog.records if one.name == "kvstore.mover"]) == lines
 
 
 def test_a_closed_mover_answers_nothing(bench: Bench, steps: StepExecutor) -> None:
