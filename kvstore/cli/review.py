@@ -80,7 +80,11 @@ def approve(daemon: Daemon, review_id: int, revision: str, why: str, who: str | 
 @click.option("--who", default=None, help="Who decides. Default: this user.")
 @daemon_options
 def reject(daemon: Daemon, review_id: int, why: str, who: str | None) -> None:
-    """Drop the held blocks; later offers of this fingerprint are refused."""
+    """Drop the held blocks; later offers of this fingerprint are refused.
+
+    Where blocks came back damaged their model begins anew instead. What an audit doubted is refused
+    until the same review is approved after all.
+    """
     _decide(daemon, pb.ReviewRequest(review_id=review_id, who=_user(who), why=why), "rejected")
 
 

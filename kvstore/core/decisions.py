@@ -106,9 +106,12 @@ class Decisions:
         now_ns: int,
         wall_s: float,
     ) -> Reviewed:
-        """Decides a held fingerprint, for good and for later offers of it too."""
+        """Decides a held fingerprint, for good and for later offers of it too. A doubt that was
+        rejected may be approved later: the model begins anew then.
+        """
         review = self.reviews.get(review_id)
-        if review is None or review.state != "held":
+        again = approve and review is not None and self._still_rejected(review)
+        if review is None or (review.state != "held" and not again):
             state = "unknown" if review is None else review.state
             return Reviewed(Reason.BAD_REQUEST, 0, 0, f"review {review_id} is {state}")
         if review.doubts:
@@ -127,14 +130,27 @@ class Decisions:
         self._close_all(rest, Reason.REJECTED_BY_REVIEW, ticket, now_ns)
         return Reviewed(Reason.OK, space_id, ticket)
 
+    def _still_rejected(self, review: Review) -> bool:
+        known = self.reviews.doubted(review.tenant, review.fingerprint)
+        return known is review and review.state == "rejected"
+
     def _settle_doubt(
         self, review: Review, approve: bool, who: str, why: str, now_ns: int, wall_s: float
     ) -> Reviewed:
-        """Approved: its blocks are everybody's again. Rejected: they are dropped on all tiers."""
+        """Approved: its blocks are everybody's again. Rejected: they are dropped on all tiers, and
+        what an audit doubts is refused from now on. Damage was the device's: the model begins anew.
+        """
         spaces = self.openings.held_spaces(review)
+        ticket = self.rows.ticket()
+        if not approve and review.cause is Reason.MISS_CORRUPT:
+            self._close_all(spaces, Reason.REJECTED_BY_REVIEW, ticket, now_ns)
+            if review.state == "held":  # closing ends it, with its row, unless no space is left
+                self.reviews.end(review, "ended")
+                self.rows.no_review(ticket, review)
+            review.state, review.who, review.why = "rejected", who, why
+            return Reviewed(Reason.OK, 0, ticket)
         review.state = "approved" if approve else "rejected"
         review.who, review.why = who, why
-        ticket = self.rows.ticket()
         self.rows.review(ticket, review, wall_s)
         if not approve:
             self._close_all(spaces, Reason.REJECTED_BY_REVIEW, ticket, now_ns)

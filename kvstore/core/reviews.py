@@ -80,11 +80,14 @@ class Reviews:
         return fingerprint
 
     def doubted(self, tenant: str, fingerprint: Fingerprint) -> Review | None:
-        """What keeps a complete fingerprint's blocks from everybody: undecided, or rejected."""
+        """What keeps a complete fingerprint's blocks from everybody: undecided, or rejected where
+        the model itself was doubted, not the device.
+        """
         review = self.find(tenant, fingerprint)
-        if review is None or not review.doubts or review.state not in ("held", "rejected"):
+        if review is None or not review.doubts:
             return None
-        return review
+        refused = review.state == "rejected" and review.cause is not Reason.MISS_CORRUPT
+        return review if refused or review.state == "held" else None
 
     def end(self, review: Review, state: str) -> None:
         """Nobody decided it; a later offer begins a new one."""

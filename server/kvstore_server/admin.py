@@ -334,7 +334,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     async def _review(self, request: pb.ReviewRequest, call: Call) -> pb.ReviewReply:
         bound_text(request.who, "who")
         bound_text(request.why, "why", WHY_BYTES_MAX)
-        doubts = {row.review_id for row in self._core.reviews() if row.doubt}
+        # One that was rejected may be approved after all.
+        doubts = {row.review_id for row in self._core.reviews(include_decided=True) if row.doubt}
         if request.approve and not request.revision and request.review_id not in doubts:
             raise BadRequest(Reason.BAD_NAME, "an approval names the weights revision vouched for")
         clock = self._store.clock

@@ -36,7 +36,7 @@ STEPS: dict[Reason, str] = {
     Reason.HELD_BY_AUDIT: "`kvstore review list` tells which model; evidence.md.",
     Reason.DECLINED_GUARD: "`kvstore status` shows the tier's state.",
     Reason.HELD_FOR_REVIEW: "`kvstore review list` shows the missing field, or what was seen.",
-    Reason.REJECTED_BY_REVIEW: "`kvstore review list --all` shows who decided.",
+    Reason.REJECTED_BY_REVIEW: "`kvstore review list --all` shows who decided; evidence.md.",
     Reason.LEASE_EXPIRED: "`limits.lease_ttl_ms`; is the node's processor overloaded?",
     Reason.SESSION_UNKNOWN: "Clients do so by themselves. Often: does the daemon restart?",
     Reason.GENERATION_CHANGED: "Rare, or the tier is too small for what is read at a time.",

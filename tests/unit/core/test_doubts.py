@@ -4,6 +4,8 @@ decides, on every tier, in other sessions and after a restart.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from kvstore.core.states import SpaceState
@@ -48,7 +50,7 @@ class Stage:
 
     def decide(self, approve: bool) -> Reviewed:
         core, now_ns = self.bench.core, self.bench.now_ns
-        done = core.review(self.review_id, approve, "", "ann", "looked", now_ns, 3.5)
+        done = core.review(self.held, approve, "", "ann", "looked", now_ns, 3.5)
         self.bench.run()
         return done
 
@@ -108,7 +110,7 @@ def test_what_is_held_already_is_not_held_twice() -> None:
 
 
 def test_rejection_drops_the_blocks_on_all_tiers_and_refuses_later_offers() -> None:
-    stage = Stage()
+    stage = Stage(Reason.HELD_BY_AUDIT)
     assert stage.decide(approve=False).reason is Reason.OK
     assert not stage.bench.archived
     assert stage.bench.core.spaces() == []
@@ -116,6 +118,66 @@ def test_rejection_drops_the_blocks_on_all_tiers_and_refuses_later_offers() -> N
     assert opening.reason is Reason.REJECTED_BY_REVIEW
     assert "ann" in opening.detail
     assert stage.bench.open(stage.session, fingerprint(revision="r2")).space_id
+
+
+def test_rejection_of_damaged_blocks_lets_their_model_begin_anew() -> None:
+    stage = Stage(Reason.MISS_CORRUPT)
+    reviewed = stage.decide(approve=False)
+    assert (reviewed.reason, reviewed.space_id) == (Reason.OK, 0)
+    assert stage.bench.core.spaces() == []
+    assert not stage.bench.archived
+    assert not [row for row in stage.bench.rows if row[0] == "review"]
+    (row,) = stage.bench.core.reviews(include_decided=True)
+    assert (row.state, row.decided_by, row.decided_why) == ("rejected", "ann", "looked")
+    for bench in (stage.bench, restarted(stage)):
+        session = bench.session()
+        space = bench.space(session)
+        assert space not in (0, stage.space)
+        assert bench.put(session, space, PROMPT) == 4
+    again = stage.decide(approve=True)
+    assert (again.reason, again.detail) == (Reason.BAD_REQUEST, "review 1 is rejected")
+
+
+def test_rejection_of_damaged_blocks_ends_a_review_without_spaces() -> None:
+    """As after a restart: the row of the space was gone already."""
+    stage = Stage(Reason.MISS_CORRUPT)
+    for name in [name for name in stage.bench.rows if name[0] == "space"]:
+        del stage.bench.rows[name]
+    bench = restarted(stage)
+    (row,) = bench.core.reviews()
+    bench.core.review(row.review_id, False, "", "ann", "looked", bench.now_ns, 3.5)
+    bench.run()
+    assert not [row for row in bench.rows if row[0] == "review"]
+    assert bench.space(bench.session())
+
+
+def test_a_rejected_doubt_may_be_approved_after_all() -> None:
+    stage = Stage(Reason.HELD_BY_AUDIT)
+    stage.decide(approve=False)
+    assert stage.decide(approve=False).reason is Reason.BAD_REQUEST
+    bench = restarted(stage)
+    (row,) = bench.core.reviews(include_decided=True)
+    assert row.state == "rejected"
+    assert stage.decide(approve=True).reason is Reason.OK
+    assert bench.core.review(row.review_id, True, "", "b", "", bench.now_ns, 4.5).ticket
+    bench.run()
+    for each in (stage.bench, bench, restarted(stage)):
+        session = each.session()
+        space = each.space(session)
+        assert space not in (0, stage.space), "its blocks are gone"
+        assert each.put(session, space, PROMPT) == 4
+    assert stage.decide(approve=True).reason is Reason.BAD_REQUEST, "once"
+
+
+def test_a_rejection_of_damage_by_an_earlier_version_refuses_nobody() -> None:
+    stage = Stage(Reason.HELD_BY_AUDIT)
+    stage.decide(approve=False)
+    (name,) = [name for name in stage.bench.rows if name[0] == "review"]
+    row = json.loads(stage.bench.rows[name])
+    row["cause"] = int(Reason.MISS_CORRUPT)
+    stage.bench.rows[name] = json.dumps(row).encode()
+    bench = restarted(stage)
+    assert bench.space(bench.session())
 
 
 def test_invalidation_ends_the_doubt_with_the_blocks() -> None:
@@ -166,7 +228,7 @@ def test_a_restart_does_not_end_a_doubt(cause: Reason) -> None:
 
 
 def test_a_decision_holds_after_a_restart() -> None:
-    rejected, approved = Stage(), Stage()
+    rejected, approved = Stage(Reason.HELD_BY_AUDIT), Stage()
     rejected.decide(approve=False)
     approved.decide(approve=True)
     bench = restarted(rejected)
