@@ -23,6 +23,9 @@ DRAIN_POLL_S = 0.02
 EXPLAINED_AT_ONCE = 32
 """Keys that are explained before other calls get their turn: about a millisecond."""
 
+_STANDING = frozenset({Reason.MISS_IN_PROGRESS, Reason.HELD_FOR_REVIEW})
+"""Why a key misses whatever an archive has of it."""
+
 
 class SessionCalls:
     """One instance a tenant."""
@@ -189,7 +192,7 @@ async def _explained(
         if index % EXPLAINED_AT_ONCE == EXPLAINED_AT_ONCE - 1:
             await asyncio.sleep(0)
         found = store.core.explain(tenant, space_id, key, store.clock.monotonic_ns())
-        if found.tier < 0 and found.reason is not Reason.MISS_IN_PROGRESS and key in below:
+        if found.tier < 0 and found.reason not in _STANDING and key in below:
             found = KeyExplanation(Reason.HIT, below[key], 0, 0, -1)
         explained.append(
             pb.KeyExplanation(
