@@ -460,9 +460,9 @@ class Core:
         """Held fingerprints, oldest first."""
         return self._decisions.rows_of_reviews(include_decided)
 
-    def reviews_held(self) -> int:
-        """How many nobody has decided."""
-        return len(self._decisions.reviews.held())
+    def review_states(self) -> Mapping[str, int]:
+        """How many reviews there are, by state; "held": nobody has decided them."""
+        return stats.review_states(self._decisions.reviews)
 
     def drain(self, now_ns: int) -> None:
         """No reservations from now on; reads and what is under way go on."""
@@ -493,7 +493,7 @@ class Core:
 
     def stats(self) -> CoreStats:
         """A snapshot of all numbers."""
-        return stats.snapshot(self.books, self.reviews_held())
+        return stats.snapshot(self.books, self.review_states()["held"])
 
     def check(self) -> None:
         """Every invariant; AssertionError names the one that does not hold."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from kvstore.core.arena import Arena
 from kvstore.core.books import Books
 from kvstore.core.leases import LeaseKind
+from kvstore.core.reviews import Review
 from kvstore.core.states import SlotState, SpaceState
 from kvstore.model.reasons import Reason
 from kvstore.model.values import CoreStats, KeyExplanation, PoolStats, Region, SpaceRow, TenantStats
@@ -44,6 +46,11 @@ def region(books: Books, region_id: int) -> Region | None:
         if region_id in arena.regions:
             return arena.regions[region_id].info
     return None
+
+
+def review_states(reviews: Iterable[Review]) -> Counter[str]:
+    """How many there are, by state. Their spaces are not looked at: it is asked often."""
+    return Counter(review.state for review in reviews)
 
 
 def snapshot(books: Books, reviews_held: int) -> CoreStats:

@@ -101,7 +101,7 @@ class Store(Mapped):
             guard_limits or GuardLimits(),
             [tier.name for tier in core.tiers],
             {i: one for i, one in (archives or {}).items() if isinstance(one, GuardedArchive)},
-            reviews_held=core.reviews_held,
+            reviews_held=lambda: core.review_states()["held"],
             hold=self.hold,
             pause_memory=lambda paused: self._regions.pause(paused, clock.monotonic_ns()),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore.core.reviews import ENDED_REVIEWS_MAX, Review, Reviews
+from kvstore.core.stats import review_states
 from kvstore.testing.workload import fingerprint
 
 
@@ -30,3 +31,15 @@ def test_an_approved_fingerprint_resolves_to_the_complete_one() -> None:
     review.state, review.revision = "approved", "r1"
     assert reviews.resolve("a", review.fingerprint) == fingerprint(revision="r1")
     assert reviews.resolve("b", review.fingerprint) == review.fingerprint, "tenants decide apart"
+
+
+def test_reviews_are_counted_by_their_states() -> None:
+    reviews = Reviews()
+    assert review_states(reviews)["held"] == 0
+    for number, state in enumerate(("held", "held", "approved", "ended")):
+        review = held(reviews, number)
+        review.state = state
+        if state == "ended":
+            reviews.end(review, state)
+    assert review_states(reviews) == {"held": 2, "approved": 1, "ended": 1}
+    assert review_states(reviews)["held"] == len(reviews.held())

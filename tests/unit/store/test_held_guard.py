@@ -17,11 +17,11 @@ def test_a_burst_of_offers_stops_at_the_line() -> None:
         held = [opening.verdict is Verdict.HELD for opening in openings]
         assert held == [True] * stop + [False] * 10, "the clock stands still"
         assert {opening.reason for opening in openings[stop:]} == {Reason.DECLINED_GUARD}
-        assert stand.core.reviews_held() == len(stand.core.reviews()) == stop
+        assert stand.core.review_states()["held"] == len(stand.core.reviews()) == stop
         again = stand.store.open(session, offers[0])
         assert again.verdict is Verdict.HELD, "which is held already"
         stand.store.end_session(session.id)  # and what it had held is nobody's
-        assert stand.core.reviews_held() == 0
+        assert stand.core.review_states()["held"] == 0
         stand.pass_time(10 * SECOND)
         stand.pass_time(10 * SECOND)
         other = stand.attach()
