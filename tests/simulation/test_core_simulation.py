@@ -17,6 +17,7 @@ FAST_SEEDS = range(100)
 FAST_STEPS = 250
 SLOW_SEEDS = range(1_000, 1_050)
 SLOW_STEPS = 2_000
+PAUSING_SEEDS = range(2_000, 2_020)
 PLANTED_SEEDS = range(60)
 
 NOTICED = (AssertionError, LookupError)
@@ -54,6 +55,44 @@ def test_seed(seed: int) -> None:
 @pytest.mark.parametrize("seed", SLOW_SEEDS)
 def test_long_seed(seed: int) -> None:
     simulate(seed, SLOW_STEPS, POLICIES[seed % 2])
+
+
+class Pausing(Simulation):
+    """Memory is short now and then, so that pools may not grow."""
+
+    paused = False
+    made_bytes = 0
+
+    def _pass_time(self) -> None:
+        super()._pass_time()
+        self._pause(self.random.random() < 0.5)
+
+    def _pause(self, paused: bool) -> None:
+        self.paused = paused
+        for arena in self.core.books.pools:
+            self.core.pause_growth(arena.tier, paused, self.now_ns)
+        self._look()
+
+    def _progress(self) -> None:
+        super()._progress()
+        before = self.made_bytes
+        self._look()
+        assert not self.paused or self.made_bytes <= before, "a pool grew"
+
+    def _look(self) -> None:
+        self.made_bytes = sum(arena.used_bytes for arena in self.core.books.pools)
+
+    def recover(self) -> None:
+        self._pause(False)
+        super().recover()
+
+
+@pytest.mark.parametrize("seed", PAUSING_SEEDS)
+def test_seed_with_pauses_of_growth(seed: int) -> None:
+    print(f"seed {seed}")
+    simulation = Pausing(seed, POLICIES[seed % 2])
+    simulation.run(FAST_STEPS)
+    simulation.recover()
 
 
 def test_a_seed_is_the_same_every_time() -> None:
