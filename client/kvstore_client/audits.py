@@ -81,7 +81,7 @@ def _comparing(
         for number, row in enumerate(computed):
             request.fill(start + number, row)
         kv_dtype = spec.fingerprint.encoding.kv_dtype
-        return differences(stored, computed, kv_dtype, request.tolerance)
+        return differences(stored, computed, kv_dtype, request.tolerance, spec.layout.piece_bytes)
 
     return run
 

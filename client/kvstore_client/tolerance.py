@@ -4,9 +4,18 @@ Two honest computations of one prompt differ: other batch shapes and kernels add
 The difference is bounded here in units of the element type's rounding, u = half the distance from 1
 to the next number (2^-24 float32, 2^-11 float16, 2^-8 bfloat16, 2^-4 e4m3, 2^-3 e5m2; IEEE 754 and
 the OCP 8-bit Floating Point Specification): an element may differ by `relative` times its size plus
-`of_rms` times the root mean square of its block, since an error of the hidden state reaches small
-elements of a row as much as large ones. numpy has neither bfloat16 nor 8-bit floats: they are
-decoded, by a shift of the bits and by a table.
+`of_rms` times the root mean square of its slice, since an error of the hidden state reaches small
+elements of a row as much as large ones.
+
+A slice is one layer's K or V where the layout tells it: their sizes differ by orders of magnitude
+from layer to layer, and K from V. Over the whole block the largest layer would set the scale, and a
+small one could be anything within it. Where only the engine knows the order, a slice is
+`SLICE_ELEMENTS` in a row: no longer than a layer's K or V of a block usually is, so that few of
+them mix two, and long enough for a mean square. What is wrong all over one slice is more than the
+stray share of a block of up to a thousand slices.
+
+numpy has neither bfloat16 nor 8-bit floats: they are decoded, by a shift of the bits and by a
+table.
 """
 
 from __future__ import annotations
@@ -27,8 +36,12 @@ STRAY_FACTOR: Final = 16.0
 """No element may be further off than so many times its tolerance."""
 
 
+SLICE_ELEMENTS: Final = 4_096
+"""Of which the root mean square is taken where the layout does not tell where a layer begins."""
+
+
 class Tolerance(NamedTuple):
-    """An element may differ by relative * |computed| + of_rms * rms(computed block) + fixed, in the
+    """An element may differ by relative * |computed| + of_rms * rms(computed slice) + fixed, in the
     element's own units."""
 
     relative: float
@@ -92,9 +105,11 @@ def differences(
     computed: NDArray[np.uint8],
     kv_dtype: str,
     tolerance: Tolerance | None = None,
+    slice_bytes: int | None = None,
 ) -> list[RowDifference]:
     """Compares blocks, uint8 [n, row_bytes] each, row by row; equal bytes are equal, whatever they
-    are. tolerance: None takes that of the type.
+    are. tolerance: None takes that of the type. slice_bytes: of one layer's K or V, of which a row
+    is a whole number; None: it is not known.
     """
     if stored.shape != computed.shape:
         raise BadRequest(Reason.BAD_SIZE, f"{computed.shape} bytes against {stored.shape}")
@@ -104,12 +119,18 @@ def differences(
     found = []
     for one, other in zip(stored, computed, strict=True):
         equal = np.array_equal(one, other)
-        found.append(RowDifference(0.0 if equal else _worst(one, other, kv_dtype, bound)))
+        found.append(
+            RowDifference(0.0 if equal else _worst(one, other, kv_dtype, bound, slice_bytes))
+        )
     return found
 
 
 def _worst(
-    stored: NDArray[np.uint8], computed: NDArray[np.uint8], kv_dtype: str, bound: Tolerance
+    stored: NDArray[np.uint8],
+    computed: NDArray[np.uint8],
+    kv_dtype: str,
+    bound: Tolerance,
+    slice_bytes: int | None,
 ) -> float:
     ours, theirs = decode(stored[None], kv_dtype)[0], decode(computed[None], kv_dtype)[0]
     finite = np.isfinite(ours)
@@ -118,11 +139,14 @@ def _worst(
     same = np.isnan(ours) == np.isnan(theirs)
     if not same.all() or not np.array_equal(ours[np.isinf(ours)], theirs[np.isinf(theirs)]):
         return float("inf")
-    ours, theirs = ours[finite].astype(np.float64), theirs[finite].astype(np.float64)
-    if not ours.size:
+    if not finite.any():
         return 0.0
+    slice_elements = SLICE_ELEMENTS
+    if slice_bytes is not None:
+        slice_elements = slice_bytes * ours.size // stored.size
     # By what was computed, which is what is trusted here.
-    scale = float(np.sqrt(np.mean(theirs * theirs)))
+    scale = _scale(theirs, finite, slice_elements)[finite]
+    ours, theirs = ours[finite].astype(np.float64), theirs[finite].astype(np.float64)
     allowed = bound.relative * np.abs(theirs) + bound.of_rms * scale + bound.fixed
     off = np.abs(ours - theirs)
     beyond = off > allowed
@@ -130,6 +154,17 @@ def _worst(
         ratios = np.where(off == 0, 0.0, off / allowed)
     furthest = float(ratios.max()) / STRAY_FACTOR
     return max(furthest, float(beyond.mean()) / STRAY_SHARE)
+
+
+def _scale(
+    values: NDArray[np.float32], finite: NDArray[np.bool_], slice_elements: int
+) -> NDArray[np.float64]:
+    """For each element the root mean square of its slice's finite ones, float64 [elements]."""
+    starts = np.arange(0, values.size, slice_elements)
+    squares = np.square(np.where(finite, values, 0), dtype=np.float64)
+    counts = np.maximum(1, np.add.reduceat(finite, starts, dtype=np.int64))
+    scales = np.sqrt(np.add.reduceat(squares, starts) / counts)
+    return np.repeat(scales, np.diff(starts, append=values.size))
 
 
 def _table(

@@ -82,6 +82,13 @@ class Layout:
         return self.parts[0].length
 
     @property
+    def piece_bytes(self) -> int | None:
+        """Bytes of each layer's K or V in a part; None: only the engine knows where they are."""
+        if self.element_order not in CANONICAL_ORDERS:
+            return None
+        return self.part_bytes // (self.parts[0].layers * len(self.sides))
+
+    @property
     def replicas(self) -> int:
         """How many consecutive tensor-parallel ranks hold equal KV."""
         return self.tensor_parallel // self.head_shards

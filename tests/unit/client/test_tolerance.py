@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvstore.model.dtypes import ITEMSIZE_BYTES
 from kvstore.model.reasons import BadRequest
-from kvstore_client.tolerance import TOLERANCES, Tolerance, decode, differences
+from kvstore_client.tolerance import SLICE_ELEMENTS, TOLERANCES, Tolerance, decode, differences
 
 ELEMENTS = 4_096
 SEED = 20_261_130
@@ -147,3 +147,44 @@ def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(BadRequest):
         decode(np.zeros((1, 3), np.uint8), "bfloat16")
     assert differences(row, row.copy(), "float4", Tolerance(0.0, 0.0))[0].worst == 0
+
+
+LAYERS = 8
+SIDES = 2
+
+
+def uneven() -> NDArray[np.float32]:
+    """[layers, K or V, elements]: a deep layer's K is 1,000 times the first one's V."""
+    values = numbers(7).reshape(LAYERS, SIDES, -1)
+    sizes = np.logspace(-1.5, 0, LAYERS)[:, None] * np.array([1.0, 0.03])
+    found: NDArray[np.float32] = (values * sizes[:, :, None]).astype(np.float32)
+    return found
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+def test_a_small_layer_is_not_measured_by_a_large_one(kv_dtype: str) -> None:
+    clean = uneven()
+    wrong = clean.copy()
+    wrong[0, 1] = np.random.default_rng(SEED).permutation(clean[0, 1])
+    stored, computed = encode(wrong.reshape(-1), kv_dtype), encode(clean.reshape(-1), kv_dtype)
+    slice_bytes = computed.shape[1] // (LAYERS * SIDES)
+    (found,) = differences(stored, computed, kv_dtype, slice_bytes=slice_bytes)
+    assert found.mismatch
+    noise = np.random.default_rng(SEED).standard_normal(clean.shape) * UNIT[kv_dtype]
+    honest = (clean * (1 + noise)).astype(np.float32)
+    (found,) = differences(
+        encode(honest.reshape(-1), kv_dtype), computed, kv_dtype, slice_bytes=slice_bytes
+    )
+    assert not found.mismatch
+
+
+def test_without_a_layout_a_slice_is_some_elements_in_a_row() -> None:
+    """The last one may be shorter; what is no number counts for none."""
+    clean = np.concatenate([np.full(SLICE_ELEMENTS, 1e3), np.full(100, 1.0)]).astype(np.float32)
+    clean[::7] = np.nan
+    wrong = clean.copy()
+    wrong[SLICE_ELEMENTS:] *= 1.5
+    stored, computed = encode(wrong, "float32"), encode(clean, "float32")
+    for of_rms, mismatch in ((0.4999, True), (0.5001, False)):
+        (found,) = differences(stored, computed, "float32", Tolerance(0.0, of_rms))
+        assert found.mismatch == mismatch

@@ -184,6 +184,12 @@ def test_as_many_parts_as_are_allowed() -> None:
     assert layout.block_bytes == PARTS_MAX * layout.part_bytes
 
 
+@pytest.mark.parametrize("layout", [heads(), heads(tp=4, pp=2)])
+def test_every_piece_has_the_same_length(layout: Layout) -> None:
+    for part in layout.parts:
+        assert {piece.length for _, piece in layout.pieces(part.index)} == {layout.piece_bytes}
+
+
 def test_an_engines_own_order_has_parts_but_no_pieces() -> None:
     layout = heads(element_order="LBNHC", tp=2)
     assert [(p.offset, p.length) for p in layout.parts] == [
@@ -191,6 +197,7 @@ def test_an_engines_own_order_has_parts_but_no_pieces() -> None:
     ]
     for call in (lambda: layout.piece(0, 0, "K"), lambda: layout.part_shape(0)):
         assert refused(call).setting == "encoding.element_order"
+    assert layout.piece_bytes is None
     assert refused(lambda: list(layout.pieces(0))).reason is Reason.NOT_SUPPORTED
 
 
