@@ -19,7 +19,6 @@ Knows no engine: `vllm_tier` drives it, and so do the tests.
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 import threading
@@ -36,6 +35,7 @@ from kvstore.model.keys import BlockKey
 from kvstore.model.reasons import Reason
 from kvstore_client.client import Space
 from kvstore_client.engines.lanes import Lane
+from kvstore_client.engines.tier_values import OUTCOMES, Answer, Deadlines, Finished
 from kvstore_client.results import Fetched, Hit, Pushed
 
 __all__ = ["OUTCOMES", "Answer", "AsyncTier", "Deadlines", "Finished", "Spaces"]
@@ -51,62 +51,6 @@ REQUEST_ID_BYTES_MAX = 128
 KEYS_MAX: Final = 32_768
 """Keys that are remembered: those of the prompts that are under way, some 10 MB. A prompt is stored
 in pieces, each with the whole chain before it, and a key costs 10 us of the interpreter's lock."""
-
-
-OUTCOMES: Final = (
-    "lookup_hit",
-    "lookup_miss",
-    "lookup_declined",
-    "lookup_late",
-    "load_loaded",
-    "load_failed",
-    "store_stored",
-    "store_present",
-    "store_dropped",
-    "reset",
-)
-"""What is counted, in blocks, and resets; described in deploy/docs/vllm.md."""
-
-
-class Answer(enum.Enum):
-    """What is known of a key."""
-
-    RETRY = "retry"
-    HIT = "hit"
-    MISS = "miss"
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Milliseconds that a lookup or a store may take, and a load from its submission on; what is
-    not done by then is a miss, or is not stored.
-    """
-
-    lookup_ms: int = 250
-    load_ms: int = 2_000
-    store_ms: int = 5_000
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= 600_000:
-                raise ValueError(f"{name} is an int from 1 to 600000, not {value!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """How a job ended.
-
-    success: of all its keys. keys: those that are in their rows; of a store job all or none.
-    seconds, bytes: of the whole call, and what it moved.
-    """
-
-    job_id: int
-    load: bool
-    success: bool
-    keys: tuple[bytes, ...]
-    seconds: float
-    bytes: int
 
 
 class Spaces(Protocol):
@@ -440,6 +384,10 @@ class AsyncTier:
         rows = self._rows
         assert rows is not None
         begun = time.perf_counter()
+        # Until the job ends the engine keeps its rows, which it needs for others.
+        if self._left_ms(job.submitted_ns, self._deadlines.store_ms) <= 0:
+            self._fail(job)
+            return
         place = {key: index for index, key in enumerate(job.chain)}
         row_of = {
             place[key]: row for key, row in zip(job.keys, job.rows, strict=True) if key in place
@@ -451,13 +399,16 @@ class AsyncTier:
 
         kept = 0
         for first, end in _runs(sorted(row_of)):
+            left_ms = self._left_ms(job.submitted_ns, self._deadlines.store_ms)
+            if left_ms <= 0:
+                break
             pushed: Pushed = self._spaces.current().push(
                 chain[:end],
                 fill,
                 first_block=first,
                 durable=self._durable,
                 request_id=_trace_id(job.request_id),
-                deadline_ms=self._deadlines.store_ms,
+                deadline_ms=left_ms,
             )
             kept += pushed.stored + pushed.present + pushed.reserved
             self._count("store_stored", pushed.stored)

@@ -28,7 +28,7 @@ class Options:
     weights_revision: what names the weights, vouched for by you. Default: the hub's commit, or a
         digest of the files, computed in the background.
     weight_epoch: of weights that are updated in place; see `kvstore epoch`.
-    lookup_deadline_ms, load_deadline_ms, store_deadline_ms: one call's time.
+    lookup_deadline_ms, load_deadline_ms, store_deadline_ms: from when vLLM asked for it.
     durable: a chunk counts as stored when the daemon's disk has it; vLLM keeps its row until then.
     prefill_us_per_token, prefill_us_per_token2: cost of computing n tokens, a*n + b*n^2: what is
         slower to load is not loaded. Default: unknown, everything is loaded.

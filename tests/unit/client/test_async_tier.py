@@ -214,22 +214,22 @@ def test_questions_behind_a_slow_one_have_what_is_left_of_their_time(store: Fake
 
     def answer(method: str, request: Any) -> Any:
         if method == "Lookup":
-            stage.clock.advance(slow_s.pop(0))
+            engine.clock.advance(slow_s.pop(0))
         return store.answer(method, request)
 
-    stage = Stage(store, answer)
+    engine = Stage(store, answer)
     keys = engine_keys(4)
     for request, key in zip("abcd", keys, strict=True):
-        stage.tier.lookup(request, key)
-    stage.tier.end_step()
-    assert stage.tier.work()
+        engine.tier.lookup(request, key)
+    engine.tier.end_step()
+    assert engine.tier.work()
     assert slow_s == [0.0], "c and d are too late when their turn comes"
-    answers = [stage.tier.lookup(request, key) for request, key in zip("abcd", keys, strict=True)]
+    answers = [engine.tier.lookup(request, key) for request, key in zip("abcd", keys, strict=True)]
     assert answers == [Answer.MISS] * 4
-    assert stage.tier.counted() == {"lookup_miss": 4}
-    assert stage.ask(keys[:1], "e") == [Answer.MISS]
+    assert engine.tier.counted() == {"lookup_miss": 4}
+    assert engine.ask(keys[:1], "e") == [Answer.MISS]
     assert not slow_s
-    stage.tier.close()
+    engine.tier.close()
 
 
 def test_only_what_a_job_names_is_stored_with_its_place_in_the_prompt(stage: Stage) -> None:
@@ -477,6 +477,32 @@ def test_a_load_has_its_time_from_its_submission_on(store: FakeStore) -> None:
     assert len(leases_ms) == 1, "what is too late is not even asked for"
     assert leases_ms[0] <= 500 + 50
     stage.tier.close()
+
+
+def test_a_store_has_its_time_from_its_submission_on(store: FakeStore) -> None:
+    """The engine cannot use a row while a job waits with it, behind however many others."""
+    took_s = 0.0
+
+    def answer(method: str, request: Any) -> Any:
+        if method == "Reserve":
+            engine.clock.advance(took_s)
+        return store.answer(method, request)
+
+    engine = Stage(store, answer)
+    keys = engine_keys(6)
+    filled(engine, 6)
+    for job_id, waited_s, success in ((101, 4.9, True), (102, 5.0, False)):
+        engine.tier.submit_store(job_id, "w", keys[:1], [0], keys[:1])
+        engine.clock.advance(waited_s)
+        engine.tier.work()
+        (done,) = engine.tier.finished()
+        assert (done.success, done.bytes) == (success, CONTENT_BYTES if success else 0)
+    assert store.requests["Reserve"] == 1, "what is too late is not even offered"
+    took_s = 3.0
+    assert not engine.put([keys[1], keys[3], keys[5]], [1, 3, 5], chain=keys).success
+    assert store.requests["Reserve"] == 3, "three pieces have the time of one job"
+    assert engine.tier.counted()["store_dropped"] >= 2
+    engine.tier.close()
 
 
 def test_rows_are_let_go_of(store: FakeStore) -> None:
