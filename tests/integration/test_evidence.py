@@ -204,7 +204,8 @@ def test_a_report_is_recorded_with_its_side_and_counted(make_stack: Make) -> Non
         ({"audits": [compared(worst=-1)]}, Reason.BAD_SIZE),
         ({"audits": [compared(worst=float("nan"))]}, Reason.BAD_SIZE),
         ({"audits": [compared(key=bytes(3))]}, Reason.BAD_KEY_LENGTH),
-        ({"requests": [report(bytes(32), 1)] * 10_001}, Reason.BAD_SIZE),
+        ({"requests": [report(bytes(32), 1)] * 257}, Reason.BAD_SIZE),
+        ({"audits": [compared()] * 257}, Reason.BAD_SIZE),
     ],
 )  # fmt: skip
 def test_a_report_that_cannot_be_one_is_refused(
