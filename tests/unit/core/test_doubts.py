@@ -144,6 +144,7 @@ def test_rejection_of_damaged_blocks_ends_a_review_without_spaces() -> None:
     for name in [name for name in stage.bench.rows if name[0] == "space"]:
         del stage.bench.rows[name]
     bench = restarted(stage)
+    bench.rows.update(stage.bench.rows)
     (row,) = bench.core.reviews()
     bench.core.review(row.review_id, False, "", "ann", "looked", bench.now_ns, 3.5)
     bench.run()
