@@ -45,6 +45,8 @@ CLOSING_POLL_MS = 50
 KEPT_S = 5.0
 """No lease holds a region that the daemon has closed: an array that is kept longer is no view."""
 AHEAD_REGIONS = 4
+HEAR_OUT_S = 0.1
+"""For answers that are on their way when the client closes."""
 FRAME_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 1.0
 GENERATION_BYTES = 8
@@ -200,7 +202,7 @@ class Memory:
             if there():
                 return  # it came before the lock was ours: asking again would map it twice
             self._refused.pop(region_id, None)
-            if region_id not in self._asked.values():
+            if self.alive and region_id not in self._asked.values():
                 self._ask(region_id)
             ended = self._changed.wait_for(
                 lambda: there() or region_id in self._refused or not self.alive, timeout_s
@@ -294,6 +296,7 @@ class Memory:
                     self._closing.setdefault(old.id, []).append(old)
             else:
                 self._refused[region_id] = refusal
+                self._disown(region_id, reply)
             self._changed.notify_all()
         if mapped is not None and self._populate:
             self._untouched.append((mapped.memory, 0, isinstance(mapped, Staging)))
@@ -367,6 +370,31 @@ class Memory:
 
     # ---------------------------------------------------------------- end
 
+    def _disown(self, region_id: int, reply: fd_pb2.FdReply) -> None:
+        """Of an answer that was not mapped: the daemon counts it as mapped until it is told
+        otherwise. region_id: what was asked for, 0 for staging.
+        """
+        if reply.WhichOneof("reply") in ("region", "staging"):
+            self._closing.setdefault(region_id or reply.staging.region_id, [])
+
+    def _hear_out(self) -> None:
+        """Takes the answers that are still to come before hanging up, and disowns what they bring:
+        the daemon would else count it as mapped by this process for as long as that lives.
+        """
+        until_s = time.monotonic() + HEAR_OUT_S
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        with contextlib.suppress(OSError, ValueError, DecodeError):
+            while self._asked and poll.poll(max(until_s - time.monotonic(), 0) * 1e3):
+                frame, fds = shm.recv_frame(self._sock)
+                shm.close_fds(fds)
+                reply = fd_pb2.FdReply.FromString(frame)
+                region_id = self._asked.pop(reply.seq, None)
+                if region_id is not None:
+                    self._disown(region_id, reply)
+        for region_id in filter(None, self._asked.values()):
+            self._closing.setdefault(region_id, [])  # heard after the request itself
+
     def _end(self) -> None:
         """In the watcher: drops all maps. Views keep theirs until the last one goes."""
         with self._changed:
@@ -380,6 +408,7 @@ class Memory:
             self._staging = None
             self._changed.notify_all()
         if self._stopping:
+            self._hear_out()
             self._finish_closing()
         else:
             # Nobody can be told now; unmapped at once all the same.

@@ -5,6 +5,7 @@ The daemon's end of the socket is played by the test itself.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
@@ -38,6 +39,7 @@ class Peer:
         self.refusal = Reason.OK
         self.mute = False
         self.asked: list[str] = []
+        self.handed: list[int] = []
         self.unmapped: list[int] = []
         self.pidfds = 0
         self.changed = threading.Condition()
@@ -107,11 +109,13 @@ class Peer:
             return fd_pb2.FdReply(reason=pb.REASON_OK, welcome=welcome), None
         if kind == "get_staging" and self.staging is not None:
             number, total, fd = self.staging
+            self.handed.append(number)
             info = fd_pb2.StagingInfo(region_id=number, total_bytes=total)
             return fd_pb2.FdReply(reason=pb.REASON_OK, staging=info), fd
         found = self.regions.get(request.get_region.region_id)
         if found is None:
             return fd_pb2.FdReply(reason=pb.REASON_REGION_UNKNOWN), None
+        self.handed.append(request.get_region.region_id)
         return fd_pb2.FdReply(reason=pb.REASON_OK, region=found[0]), found[1]
 
 
@@ -357,6 +361,7 @@ def test_impossible_layouts_are_refused(
         memory.region(3, WAIT_S)
     assert caught.value.reason is Reason.REGION_UNKNOWN
     assert memory.alive
+    assert peer.wait(lambda: peer.unmapped == [3]), "the daemon counted it as mapped"
     memory.close()
 
 
@@ -368,6 +373,41 @@ def test_memory_that_could_shrink_under_us_is_refused(peer: Peer) -> None:
         memory.region(3, WAIT_S)
     memory.close()
     unsealed.close()
+
+
+def test_close_disowns_what_was_asked_for_and_never_came(peer: Peer) -> None:
+    memory = peer.memory()
+    peer.mute = True
+    with pytest.raises(CallFailed):
+        memory.region(3, 0.01)
+    memory.close()
+    assert peer.wait(lambda: peer.unmapped == [3])
+
+
+def test_close_disowns_what_was_on_its_way(region: shm.SharedRegion) -> None:
+    """Whatever the daemon has handed over by then, mapped or not, staging too."""
+    for _ in range(50):
+        one = Peer()
+        for number in (3, 4, 5, 6):
+            one.add(number, region)
+        one.welcome = [3, 4, 5, 6]
+        staging = shm.create_region(SLOT_BYTES, "test-staging")
+        staging.seal(shm.STAGING_SEALS)
+        one.staging = (9, SLOT_BYTES, staging.fd)
+        memory = one.memory(populate=True)
+        asking = threading.Thread(target=asked_in_vain, args=(memory,))
+        asking.start()
+        memory.close()
+        asking.join()
+        one._thread.join(WAIT_S)
+        assert sorted(one.unmapped) == sorted(one.handed), "each of them is told, once"
+        one.ours.close()
+        staging.close()
+
+
+def asked_in_vain(memory: Memory) -> None:
+    with contextlib.suppress(CallFailed):
+        memory.staging(9, WAIT_S)
 
 
 def test_no_answer_ends_with_the_deadline(peer: Peer, region: shm.SharedRegion) -> None:
