@@ -89,18 +89,7 @@ def make_report(
             "content": _content(criteria),
         },
         "seed": criteria.sample.seed,
-        "sources": [
-            {
-                "path": one.path,
-                "digest": one.digest,
-                "bytes": one.size_bytes,
-                "from": _date(one.first_s) if one.first_s else None,
-                "to": _date(one.last_s) if one.last_s else None,
-                "lines": one.lines,
-                "damaged_lines": one.damaged,
-            }
-            for one in records.sources
-        ],
+        "sources": _sources(records),
         "daemons": records.starts,
         "samples": _samples(records, baseline, applied, coverage),
         "balance": _as_fields(balance),
@@ -346,6 +335,21 @@ def _overlap(one: Sequence[Request], other: Sequence[Request]) -> float:
     first, last = max(one[0].at_s, other[0].at_s), min(one[-1].at_s, other[-1].at_s)
     shorter = min(one[-1].at_s - one[0].at_s, other[-1].at_s - other[0].at_s)
     return 1.0 if shorter <= 0 <= last - first else max(0.0, last - first) / max(shorter, 1e-9)
+
+
+def _sources(records: Records) -> list[dict[str, Any]]:
+    return [
+        {
+            "path": one.path,
+            "digest": one.digest,
+            "bytes": one.size_bytes,
+            "from": _date(one.first_s) if one.first_s else None,
+            "to": _date(one.last_s) if one.last_s else None,
+            "lines": one.lines,
+            "damaged_lines": one.damaged,
+        }
+        for one in records.sources
+    ]
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
