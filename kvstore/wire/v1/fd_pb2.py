@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvstore.wire.v1 import store_pb2 as kvstore_dot_wire_dot_v1_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvstore/wire/v1/fd.proto\x12\nkvstore.v1\x1a\x1bkvstore/wire/v1/store.proto\"\xf5\x01\n\tFdRequest\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12$\n\x05hello\x18\x02 \x01(\x0b\x32\x13.kvstore.v1.FdHelloH\x00\x12+\n\nget_region\x18\x03 \x01(\x0b\x32\x15.kvstore.v1.GetRegionH\x00\x12-\n\x0bget_staging\x18\x04 \x01(\x0b\x32\x16.kvstore.v1.GetStagingH\x00\x12(\n\x08unmapped\x18\x05 \x01(\x0b\x32\x14.kvstore.v1.UnmappedH\x00\x12$\n\x05\x66\x65tch\x18\x06 \x01(\x0b\x32\x13.kvstore.v1.FdFetchH\x00\x42\t\n\x07request\"\x1a\n\x07\x46\x64Hello\x12\x0f\n\x07session\x18\x01 \x01(\x0c\"\x1e\n\tGetRegion\x12\x11\n\tregion_id\x18\x01 \x01(\r\"\x0c\n\nGetStaging\"\x1d\n\x08Unmapped\x12\x11\n\tregion_id\x18\x01 \x01(\r\"k\n\x07\x46\x64\x46\x65tch\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\r\n\x05\x66irst\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0e\n\x06length\x18\x06 \x01(\x04\"\x9d\x02\n\x07\x46\x64Reply\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\"\n\x06reason\x18\x02 \x01(\x0e\x32\x12.kvstore.v1.Reason\x12(\n\x07welcome\x18\x03 \x01(\x0b\x32\x15.kvstore.v1.FdWelcomeH\x00\x12(\n\x06region\x18\x04 \x01(\x0b\x32\x16.kvstore.v1.RegionInfoH\x00\x12*\n\x07staging\x18\x05 \x01(\x0b\x32\x17.kvstore.v1.StagingInfoH\x00\x12\"\n\x05unmap\x18\x06 \x01(\x0b\x32\x11.kvstore.v1.UnmapH\x00\x12$\n\x05piece\x18\x08 \x01(\x0b\x32\x13.kvstore.v1.FdPieceH\x00\x12\x0e\n\x06\x64\x65tail\x18\x07 \x01(\tB\x07\n\x05reply\"4\n\tFdWelcome\x12\'\n\x07regions\x18\x01 \x03(\x0b\x32\x16.kvstore.v1.RegionInfo\"5\n\x0bStagingInfo\x12\x11\n\tregion_id\x18\x01 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"\x1a\n\x05Unmap\x12\x11\n\tregion_id\x18\x01 \x01(\r\"8\n\x07\x46\x64Piece\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvstore/wire/v1/fd.proto\x12\nkvstore.v1\x1a\x1bkvstore/wire/v1/store.proto\"\xa2\x02\n\tFdRequest\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12$\n\x05hello\x18\x02 \x01(\x0b\x32\x13.kvstore.v1.FdHelloH\x00\x12+\n\nget_region\x18\x03 \x01(\x0b\x32\x15.kvstore.v1.GetRegionH\x00\x12-\n\x0bget_staging\x18\x04 \x01(\x0b\x32\x16.kvstore.v1.GetStagingH\x00\x12(\n\x08unmapped\x18\x05 \x01(\x0b\x32\x14.kvstore.v1.UnmappedH\x00\x12$\n\x05\x66\x65tch\x18\x06 \x01(\x0b\x32\x13.kvstore.v1.FdFetchH\x00\x12+\n\nget_device\x18\x07 \x01(\x0b\x32\x15.kvstore.v1.GetDeviceH\x00\x42\t\n\x07request\"\x1a\n\x07\x46\x64Hello\x12\x0f\n\x07session\x18\x01 \x01(\x0c\"\x1e\n\tGetRegion\x12\x11\n\tregion_id\x18\x01 \x01(\r\"\x0c\n\nGetStaging\"\x1d\n\x08Unmapped\x12\x11\n\tregion_id\x18\x01 \x01(\r\"\x1e\n\tGetDevice\x12\x11\n\tregion_id\x18\x01 \x01(\r\"k\n\x07\x46\x64\x46\x65tch\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\r\n\x05\x66irst\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0e\n\x06length\x18\x06 \x01(\x04\"\xc9\x02\n\x07\x46\x64Reply\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\"\n\x06reason\x18\x02 \x01(\x0e\x32\x12.kvstore.v1.Reason\x12(\n\x07welcome\x18\x03 \x01(\x0b\x32\x15.kvstore.v1.FdWelcomeH\x00\x12(\n\x06region\x18\x04 \x01(\x0b\x32\x16.kvstore.v1.RegionInfoH\x00\x12*\n\x07staging\x18\x05 \x01(\x0b\x32\x17.kvstore.v1.StagingInfoH\x00\x12\"\n\x05unmap\x18\x06 \x01(\x0b\x32\x11.kvstore.v1.UnmapH\x00\x12$\n\x05piece\x18\x08 \x01(\x0b\x32\x13.kvstore.v1.FdPieceH\x00\x12*\n\x06\x64\x65vice\x18\t \x01(\x0b\x32\x18.kvstore.v1.DeviceMemoryH\x00\x12\x0e\n\x06\x64\x65tail\x18\x07 \x01(\tB\x07\n\x05reply\"4\n\tFdWelcome\x12\'\n\x07regions\x18\x01 \x03(\x0b\x32\x16.kvstore.v1.RegionInfo\"5\n\x0bStagingInfo\x12\x11\n\tregion_id\x18\x01 \x01(\r\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"\x1a\n\x05Unmap\x12\x11\n\tregion_id\x18\x01 \x01(\r\"8\n\x07\x46\x64Piece\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,25 +33,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.wire.v1.fd_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FDREQUEST']._serialized_start=70
-  _globals['_FDREQUEST']._serialized_end=315
-  _globals['_FDHELLO']._serialized_start=317
-  _globals['_FDHELLO']._serialized_end=343
-  _globals['_GETREGION']._serialized_start=345
-  _globals['_GETREGION']._serialized_end=375
-  _globals['_GETSTAGING']._serialized_start=377
-  _globals['_GETSTAGING']._serialized_end=389
-  _globals['_UNMAPPED']._serialized_start=391
-  _globals['_UNMAPPED']._serialized_end=420
-  _globals['_FDFETCH']._serialized_start=422
-  _globals['_FDFETCH']._serialized_end=529
-  _globals['_FDREPLY']._serialized_start=532
-  _globals['_FDREPLY']._serialized_end=817
-  _globals['_FDWELCOME']._serialized_start=819
-  _globals['_FDWELCOME']._serialized_end=871
-  _globals['_STAGINGINFO']._serialized_start=873
-  _globals['_STAGINGINFO']._serialized_end=926
-  _globals['_UNMAP']._serialized_start=928
-  _globals['_UNMAP']._serialized_end=954
-  _globals['_FDPIECE']._serialized_start=956
-  _globals['_FDPIECE']._serialized_end=1012
+  _globals['_FDREQUEST']._serialized_end=360
+  _globals['_FDHELLO']._serialized_start=362
+  _globals['_FDHELLO']._serialized_end=388
+  _globals['_GETREGION']._serialized_start=390
+  _globals['_GETREGION']._serialized_end=420
+  _globals['_GETSTAGING']._serialized_start=422
+  _globals['_GETSTAGING']._serialized_end=434
+  _globals['_UNMAPPED']._serialized_start=436
+  _globals['_UNMAPPED']._serialized_end=465
+  _globals['_GETDEVICE']._serialized_start=467
+  _globals['_GETDEVICE']._serialized_end=497
+  _globals['_FDFETCH']._serialized_start=499
+  _globals['_FDFETCH']._serialized_end=606
+  _globals['_FDREPLY']._serialized_start=609
+  _globals['_FDREPLY']._serialized_end=938
+  _globals['_FDWELCOME']._serialized_start=940
+  _globals['_FDWELCOME']._serialized_end=992
+  _globals['_STAGINGINFO']._serialized_start=994
+  _globals['_STAGINGINFO']._serialized_end=1047
+  _globals['_UNMAP']._serialized_start=1049
+  _globals['_UNMAP']._serialized_end=1075
+  _globals['_FDPIECE']._serialized_start=1077
+  _globals['_FDPIECE']._serialized_end=1133
 # @@protoc_insertion_point(module_scope)

@@ -36,6 +36,7 @@ class FdRequest(google.protobuf.message.Message):
     GET_STAGING_FIELD_NUMBER: builtins.int
     UNMAPPED_FIELD_NUMBER: builtins.int
     FETCH_FIELD_NUMBER: builtins.int
+    GET_DEVICE_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """echoed; 1..2^32-1"""
     @property
@@ -60,6 +61,10 @@ class FdRequest(google.protobuf.message.Message):
     def fetch(self) -> Global___FdFetch:
         """first and only frame of a connection; where Welcome.fd_fetch said so"""
 
+    @property
+    def get_device(self) -> Global___GetDevice:
+        """the memory of a device region; GetRegion gives its file, which has the generations"""
+
     def __init__(
         self,
         *,
@@ -69,10 +74,11 @@ class FdRequest(google.protobuf.message.Message):
         get_staging: Global___GetStaging | None = ...,
         unmapped: Global___Unmapped | None = ...,
         fetch: Global___FdFetch | None = ...,
+        get_device: Global___GetDevice | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["fetch", b"fetch", "get_region", b"get_region", "get_staging", b"get_staging", "hello", b"hello", "request", b"request", "unmapped", b"unmapped"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fetch", b"fetch", "get_region", b"get_region", "get_staging", b"get_staging", "hello", b"hello", "request", b"request", "seq", b"seq", "unmapped", b"unmapped"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "get_region", "get_staging", "unmapped", "fetch"] | None: ...
+    def HasField(self, field_name: typing.Literal["fetch", b"fetch", "get_device", b"get_device", "get_region", b"get_region", "get_staging", b"get_staging", "hello", b"hello", "request", b"request", "unmapped", b"unmapped"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fetch", b"fetch", "get_device", b"get_device", "get_region", b"get_region", "get_staging", b"get_staging", "hello", b"hello", "request", b"request", "seq", b"seq", "unmapped", b"unmapped"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "get_region", "get_staging", "unmapped", "fetch", "get_device"] | None: ...
 
 Global___FdRequest: typing_extensions.TypeAlias = FdRequest
 
@@ -132,6 +138,21 @@ class Unmapped(google.protobuf.message.Message):
 Global___Unmapped: typing_extensions.TypeAlias = Unmapped
 
 @typing.final
+class GetDevice(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REGION_ID_FIELD_NUMBER: builtins.int
+    region_id: builtins.int
+    def __init__(
+        self,
+        *,
+        region_id: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["region_id", b"region_id"]) -> None: ...
+
+Global___GetDevice: typing_extensions.TypeAlias = GetDevice
+
+@typing.final
 class FdFetch(google.protobuf.message.Message):
     """Sends bytes of the blocks of a copy lease, for a client that cannot map them."""
 
@@ -179,6 +200,7 @@ class FdReply(google.protobuf.message.Message):
     STAGING_FIELD_NUMBER: builtins.int
     UNMAP_FIELD_NUMBER: builtins.int
     PIECE_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """0: an event, not an answer"""
@@ -203,6 +225,10 @@ class FdReply(google.protobuf.message.Message):
     def piece(self) -> Global___FdPiece:
         """of what FdFetch asked for; `reason` is set on the last one only"""
 
+    @property
+    def device(self) -> kvstore.wire.v1.store_pb2.DeviceMemory:
+        """with descriptor, except of CUDA_IPC; the sender's copy of it may be closed once imported"""
+
     def __init__(
         self,
         *,
@@ -213,11 +239,12 @@ class FdReply(google.protobuf.message.Message):
         staging: Global___StagingInfo | None = ...,
         unmap: Global___Unmap | None = ...,
         piece: Global___FdPiece | None = ...,
+        device: kvstore.wire.v1.store_pb2.DeviceMemory | None = ...,
         detail: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["piece", b"piece", "region", b"region", "reply", b"reply", "staging", b"staging", "unmap", b"unmap", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["detail", b"detail", "piece", b"piece", "reason", b"reason", "region", b"region", "reply", b"reply", "seq", b"seq", "staging", b"staging", "unmap", b"unmap", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["reply", b"reply"]) -> typing.Literal["welcome", "region", "staging", "unmap", "piece"] | None: ...
+    def HasField(self, field_name: typing.Literal["device", b"device", "piece", b"piece", "region", b"region", "reply", b"reply", "staging", b"staging", "unmap", b"unmap", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "device", b"device", "piece", b"piece", "reason", b"reason", "region", b"region", "reply", b"reply", "seq", b"seq", "staging", b"staging", "unmap", b"unmap", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["reply", b"reply"]) -> typing.Literal["welcome", "region", "staging", "unmap", "piece", "device"] | None: ...
 
 Global___FdReply: typing_extensions.TypeAlias = FdReply
 

@@ -143,6 +143,32 @@ LEASE_MODE_VIEW: LeaseMode.ValueType  # 1
 """no deadline; ends by release or the proven end of the process; capped in bytes"""
 Global___LeaseMode: typing_extensions.TypeAlias = LeaseMode
 
+class _DeviceHandleKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DeviceHandleKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DeviceHandleKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DEVICE_HANDLE_KIND_UNSPECIFIED: _DeviceHandleKind.ValueType  # 0
+    DEVICE_HANDLE_KIND_CUDA_FD: _DeviceHandleKind.ValueType  # 1
+    """a descriptor for cuMemImportFromShareableHandle (POSIX_FILE_DESCRIPTOR)"""
+    DEVICE_HANDLE_KIND_CUDA_IPC: _DeviceHandleKind.ValueType  # 2
+    """no descriptor: `ipc_handle` for cuIpcOpenMemHandle; containers must share an IPC namespace"""
+    DEVICE_HANDLE_KIND_HOST_FILE: _DeviceHandleKind.ValueType  # 3
+    """a descriptor to map: memory of the CPU in a device's place, where there is no GPU"""
+
+class DeviceHandleKind(_DeviceHandleKind, metaclass=_DeviceHandleKindEnumTypeWrapper):
+    """How device memory is handed over."""
+
+DEVICE_HANDLE_KIND_UNSPECIFIED: DeviceHandleKind.ValueType  # 0
+DEVICE_HANDLE_KIND_CUDA_FD: DeviceHandleKind.ValueType  # 1
+"""a descriptor for cuMemImportFromShareableHandle (POSIX_FILE_DESCRIPTOR)"""
+DEVICE_HANDLE_KIND_CUDA_IPC: DeviceHandleKind.ValueType  # 2
+"""no descriptor: `ipc_handle` for cuIpcOpenMemHandle; containers must share an IPC namespace"""
+DEVICE_HANDLE_KIND_HOST_FILE: DeviceHandleKind.ValueType  # 3
+"""a descriptor to map: memory of the CPU in a device's place, where there is no GPU"""
+Global___DeviceHandleKind: typing_extensions.TypeAlias = DeviceHandleKind
+
 class _Reason:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -363,6 +389,7 @@ class Welcome(google.protobuf.message.Message):
     FD_SOCKET_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     FD_FETCH_FIELD_NUMBER: builtins.int
+    DEVICE_UUIDS_FIELD_NUMBER: builtins.int
     protocol_minor: builtins.int
     session: builtins.bytes
     """16 random bytes; goes with every call"""
@@ -379,6 +406,10 @@ class Welcome(google.protobuf.message.Message):
     def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """fastest first; a tier code in a reply is 1 + index here"""
 
+    @property
+    def device_uuids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """GPUs ("GPU-...", as NVML spells it) whose pools the fd socket hands out, at most 64; none: what is in GPU memory comes by way of regions"""
+
     def __init__(
         self,
         *,
@@ -390,9 +421,10 @@ class Welcome(google.protobuf.message.Message):
         fd_socket: builtins.bool = ...,
         tiers: collections.abc.Iterable[builtins.str] | None = ...,
         fd_fetch: builtins.bool = ...,
+        device_uuids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["daemon_version", b"daemon_version", "fd_fetch", b"fd_fetch", "fd_socket", b"fd_socket", "instance_id", b"instance_id", "limits", b"limits", "protocol_minor", b"protocol_minor", "session", b"session", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["daemon_version", b"daemon_version", "device_uuids", b"device_uuids", "fd_fetch", b"fd_fetch", "fd_socket", b"fd_socket", "instance_id", b"instance_id", "limits", b"limits", "protocol_minor", b"protocol_minor", "session", b"session", "tiers", b"tiers"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -1005,6 +1037,7 @@ class AcquireRequest(google.protobuf.message.Message):
     ALL_OR_NOTHING_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
+    DEVICE_UUID_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     space_id: builtins.int
     keys: builtins.bytes
@@ -1018,6 +1051,8 @@ class AcquireRequest(google.protobuf.message.Message):
     request_id: builtins.str
     nonce: builtins.int
     """names this call within its session, for Release.unheard; 0: it cannot be named"""
+    device_uuid: builtins.str
+    """the caller reads into this GPU, one of Welcome.device_uuids, and can open its pools: places may be in them; empty: in regions that can be mapped only"""
     def __init__(
         self,
         *,
@@ -1030,10 +1065,41 @@ class AcquireRequest(google.protobuf.message.Message):
         all_or_nothing: builtins.bool = ...,
         request_id: builtins.str = ...,
         nonce: builtins.int = ...,
+        device_uuid: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["all_or_nothing", b"all_or_nothing", "keys", b"keys", "mode", b"mode", "nonce", b"nonce", "request_id", b"request_id", "session", b"session", "space_id", b"space_id", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_or_nothing", b"all_or_nothing", "device_uuid", b"device_uuid", "keys", b"keys", "mode", b"mode", "nonce", b"nonce", "request_id", b"request_id", "session", b"session", "space_id", b"space_id", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___AcquireRequest: typing_extensions.TypeAlias = AcquireRequest
+
+@typing.final
+class DeviceMemory(google.protobuf.message.Message):
+    """The memory of a device region: slot i begins at i * slot_bytes. It can be written by whoever opens it, so a pool is
+    never handed to two tenants; clients only read.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DEVICE_UUID_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    MAPPED_BYTES_FIELD_NUMBER: builtins.int
+    IPC_HANDLE_FIELD_NUMBER: builtins.int
+    device_uuid: builtins.str
+    kind: Global___DeviceHandleKind.ValueType
+    mapped_bytes: builtins.int
+    """to import and map: whole granules, from the handle's first byte on"""
+    ipc_handle: builtins.bytes
+    """at most 64 bytes; of CUDA_IPC only"""
+    def __init__(
+        self,
+        *,
+        device_uuid: builtins.str = ...,
+        kind: Global___DeviceHandleKind.ValueType = ...,
+        mapped_bytes: builtins.int = ...,
+        ipc_handle: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device_uuid", b"device_uuid", "ipc_handle", b"ipc_handle", "kind", b"kind", "mapped_bytes", b"mapped_bytes"]) -> None: ...
+
+Global___DeviceMemory: typing_extensions.TypeAlias = DeviceMemory
 
 @typing.final
 class RegionInfo(google.protobuf.message.Message):
@@ -1044,12 +1110,18 @@ class RegionInfo(google.protobuf.message.Message):
     SLOTS_FIELD_NUMBER: builtins.int
     DATA_OFFSET_FIELD_NUMBER: builtins.int
     TOTAL_BYTES_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     region_id: builtins.int
     slot_bytes: builtins.int
     slots: builtins.int
     data_offset: builtins.int
     """of slot 0 in the region's file; the pages before hold one u64 generation a slot"""
     total_bytes: builtins.int
+    """of the region's file"""
+    @property
+    def device(self) -> Global___DeviceMemory:
+        """set: the slots are in device memory, and the region's file has the generations alone (data_offset = total_bytes)"""
+
     def __init__(
         self,
         *,
@@ -1058,8 +1130,10 @@ class RegionInfo(google.protobuf.message.Message):
         slots: builtins.int = ...,
         data_offset: builtins.int = ...,
         total_bytes: builtins.int = ...,
+        device: Global___DeviceMemory | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data_offset", b"data_offset", "region_id", b"region_id", "slot_bytes", b"slot_bytes", "slots", b"slots", "total_bytes", b"total_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["device", b"device"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["data_offset", b"data_offset", "device", b"device", "region_id", b"region_id", "slot_bytes", b"slot_bytes", "slots", b"slots", "total_bytes", b"total_bytes"]) -> None: ...
 
 Global___RegionInfo: typing_extensions.TypeAlias = RegionInfo
 
