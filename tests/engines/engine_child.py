@@ -1,6 +1,6 @@
 """One vLLM engine as a process that obeys lines of JSON on its standard input.
 
-    {"prompts": [[ids], ...], "max_tokens": n, "salt": s}  ->  {"tokens": ..., "cached": ...}
+    {"prompts": [[ids], ...], "max_tokens": n, "salt": s}  ->  {"tokens": ..., "cached": ..., ...}
     {"keys": [ids], "salt": s}  ->  the store's keys of its whole blocks, in hexadecimal
     {"metrics": prefix}  ->  vLLM's own counters whose names begin so; needs disable_log_stats False
     {"reset": true}  ->  vLLM's own caches are emptied, the connector's included if "connector"
@@ -27,6 +27,8 @@ QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "DO_NOT_TRACK": "1",
+    # What little is left to compile (log-probabilities) takes longer than a test.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 
 
@@ -48,6 +50,7 @@ def main() -> None:
             "max_num_seqs": 4,
             "prefix_caching_hash_algo": "sha256_cbor",
             "disable_log_stats": True,
+            "kv_cache_memory_bytes": 64 << 20,
             **arguments,
         }
     )
@@ -87,8 +90,14 @@ def generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "finish": [output.outputs[0].finish_reason for output in outputs],
         "cached": [int(output.num_cached_tokens or 0) for output in outputs],
+        "first_s": [_first_token_s(output) for output in outputs],
         "s": time.monotonic() - begun,
     }
+
+
+def _first_token_s(output: Any) -> float | None:
+    """From the request's arrival, as vLLM measures it where `disable_log_stats` is False."""
+    return None if output.metrics is None else float(output.metrics.first_token_latency)
 
 
 def metrics(llm: Any, prefix: str) -> dict[str, float]:
