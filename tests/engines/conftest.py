@@ -5,8 +5,7 @@ vLLM nothing here is collected.
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ import pytest
 
 from tests.daemon import Daemon, make_daemon
 from tests.engines.kit import Engine
+from tests.engines.nursery import fork
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +30,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_model(folder: Path, seed: int) -> None:
     """In a process of its own: the weights have to be older than the engine."""
-    command = [sys.executable, "-m", "tests.engines.models", str(folder), str(seed)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    with Path(os.devnull).open("r+b") as nothing:
+        number = nothing.fileno()
+        child = fork(
+            "tests.engines.models",
+            str(folder),
+            str(seed),
+            environ=os.environ,
+            stdin=number,
+            stdout=number,
+            stderr=2,
+        )
+    assert child.wait(120) == 0
 
 
 @pytest.fixture(scope="module")

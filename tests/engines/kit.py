@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import secrets
 import select
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.daemon import Daemon, _python_path
-from tests.engines.engine_child import MARK
+from tests.engines.engine_child import MARK, QUIET
 from tests.engines.models import VOCABULARY
+from tests.engines.nursery import fork
 
 START_S = 300.0
 ANSWER_S = 180.0
@@ -83,7 +85,9 @@ def operator(daemon: Daemon, *command: str, stdin: str = "") -> dict[str, Any]:
 
 
 class Engine:
-    """One engine process. `target` None: without a store. `tier`: options of the tier."""
+    """One engine process. `target` None: without a store. `tier`: options of the tier. `extra`:
+    settings of vLLM's connector, which there is without a target only if there are any.
+    """
 
     def __init__(
         self,
@@ -97,21 +101,30 @@ class Engine:
         **arguments: Any,
     ) -> None:
         entry = None if target is None else kvstore_tier(target, **(tier or {}))
+        self.engine_id = f"test-{secrets.token_hex(8)}"
         self._log = log
-        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(environ or {})}
+        environment = {**os.environ, **QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        environment.update(environ or {})
         environment["PYTHONPATH"] = _python_path(environment)
+        to_stdin, self._stdin = os.pipe()
+        self._stdout, from_stdout = os.pipe()
         with log.open("ab") as sink:
             self._mark = sink.tell()
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engines.engine_child"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                env=environment,
-                cwd=Path(__file__).resolve().parent.parent.parent,
+            self.process = fork(
+                "tests.engines.engine_child",
+                environ=environment,
+                stdin=to_stdin,
+                stdout=from_stdout,
+                stderr=sink.fileno(),
             )
+        os.close(to_stdin)
+        os.close(from_stdout)
+        self._closed: set[int] = set()
         self._seen = b""
-        transfer = {} if target is None else {"kv_transfer_config": connector(entry, **extra or {})}
+        transfer = {}
+        if entry is not None or extra is not None:
+            settings = {**connector(entry, **extra or {}), "engine_id": self.engine_id}
+            transfer = {"kv_transfer_config": settings}
         self.send({"model": str(model), **transfer, **arguments})
         self._up = False
 
@@ -123,15 +136,13 @@ class Engine:
 
     def send(self, command: dict[str, Any]) -> None:
         """Without waiting for the answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command).encode() + b"\n")
-        self.process.stdin.flush()
+        line = json.dumps(command).encode() + b"\n"
+        while line:
+            line = line[os.write(self._stdin, line) :]
 
     def receive(self, deadline_s: float = ANSWER_S) -> dict[str, Any]:
         """The next answer. Raises EngineDied."""
-        assert self.process.stdout is not None
         end = time.monotonic() + deadline_s
-        descriptor = self.process.stdout.fileno()
         while True:
             head, line_end, rest = self._seen.partition(b"\n")
             if line_end:
@@ -140,9 +151,9 @@ class Engine:
                     answer: dict[str, Any] = json.loads(head[len(MARK) :])
                     return answer
                 continue
-            if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+            if not select.select([self._stdout], [], [], max(0.0, end - time.monotonic()))[0]:
                 raise EngineDied(f"no answer within {deadline_s} s:\n{self.log()[-4000:]}")
-            piece = os.read(descriptor, 1 << 16)
+            piece = os.read(self._stdout, 1 << 16)
             if not piece:
                 raise EngineDied(f"the engine ended:\n{self.log()[-4000:]}")
             self._seen += piece
@@ -161,24 +172,38 @@ class Engine:
             source.seek(self._mark)
             return source.read().decode(errors="replace")
 
+    def rows(self) -> bytes:
+        """vLLM's rows as they are now: the memory that all its processes share."""
+        (file,) = self._row_files()
+        return file.read_bytes()
+
+    def _row_files(self) -> list[Path]:
+        return list(Path("/dev/shm").glob(f"vllm_offload_{self.engine_id}*.mmap"))
+
     def stop(self) -> int:
         """Ends it in an orderly way; returns the exit code."""
         if self.process.poll() is None:
-            assert self.process.stdin is not None
-            self.process.stdin.close()
+            self._close(self._stdin)
             try:
                 self.process.wait(60)
-            except subprocess.TimeoutExpired:
+            except TimeoutError:
                 self.kill()
                 raise EngineDied(f"did not end:\n{self.log()[-4000:]}") from None
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return self.process.returncode
+        self._close(self._stdin, self._stdout)
+        return self.process.wait(0)
 
     def kill(self) -> None:
-        """SIGKILL: nothing is tidied up."""
+        """SIGKILL: nothing is tidied up but the file of its rows, by us."""
         self.process.kill()
         self.process.wait(30)
+        self._close(self._stdin, self._stdout)
+        for file in self._row_files():
+            file.unlink()
+
+    def _close(self, *descriptors: int) -> None:
+        for descriptor in set(descriptors) - self._closed:
+            os.close(descriptor)
+            self._closed.add(descriptor)
 
 
 OUR_FAULTS = re.compile(

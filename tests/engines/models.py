@@ -41,5 +41,10 @@ def make_model(folder: Path, seed: int) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Arguments: see the module's docstring."""
     make_model(Path(sys.argv[1]), int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()
