@@ -20,7 +20,6 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import NamedTuple
@@ -28,9 +27,19 @@ from typing import NamedTuple
 from kvstore.clock import Clock
 from kvstore.core.effects import Copy, Forget
 from kvstore.gather import copy_one
+from kvstore.lanes import Lane, Order, Task, Use
 from kvstore.model.reasons import KVStoreError, Reason
 from kvstore.model.values import STAGING, Place
-from kvstore.tiers.base import Archive, PoolMemory, Saved, SavedBlock
+from kvstore.tiers.base import (
+    Archive,
+    Bytes,
+    Crossing,
+    PoolMemory,
+    RegionMemory,
+    RemotePool,
+    Saved,
+    SavedBlock,
+)
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +60,12 @@ SAVE_BYTES_MAX = 256 << 20
 stands still: 256 MiB in four commits took a third longer.
 """
 SAVES_MAX = 1024
+CROSS_BYTES_MAX = 32 << 20
+"""Copies that cross to or from a device together: a millisecond or less of its link, and whoever
+waits for the first of them waits for the last.
+"""
+CROSS_WORKERS = 2
+"""One batch is under way while the next one is begun."""
 STALL_NS = 2 * 10**9
 STALL_BYTES_PER_SECOND = 64 << 20
 """A batch of saves that takes longer than the first, and is slower than the second, is stalled."""
@@ -72,82 +87,7 @@ class Completion(NamedTuple):
     elapsed_ns: int
 
 
-class _Task:
-    """A copy or a forgetting, and those that wait for it."""
-
-    __slots__ = ("effect", "followers", "lane", "uses", "waits")
-
-    def __init__(self, effect: Copy | Forget, lane: _Lane, uses: list[_Use]) -> None:
-        self.effect = effect
-        self.lane = lane
-        self.uses = uses
-        self.waits = 0
-        self.followers: list[_Task] = []
-
-
-_Use = tuple[tuple[object, ...], bool]  # what is used, and whether beside others
-
-
-_Ended = tuple[_Task, "Completion | bool"]  # bool: of a forgetting, whether it is durable
-
-
-class _Lane:
-    """Tasks that are ready for the workers of one executor, and how many one takes at a time."""
-
-    __slots__ = ("active", "bytes_max", "copies_max", "executor", "ready", "workers")
-
-    def __init__(
-        self,
-        executor: Executor,
-        workers: int,
-        *,
-        bytes_max: int = TURN_BYTES_MAX,
-        copies_max: int = TURN_COPIES_MAX,
-    ) -> None:
-        self.executor = executor
-        self.workers = workers
-        self.bytes_max = bytes_max
-        self.copies_max = copies_max
-        self.active = 0
-        self.ready: deque[_Task] = deque()
-
-
-class _Order:
-    """Who has to wait for whom: uses of one thing run in order of entry, except shared ones."""
-
-    def __init__(self) -> None:
-        self._exclusive: dict[tuple[object, ...], _Task] = {}
-        self._shared: dict[tuple[object, ...], list[_Task]] = {}
-
-    def enter(self, task: _Task) -> None:
-        for thing, shared in task.uses:
-            before = [self._exclusive[thing]] if thing in self._exclusive else []
-            if shared:
-                self._shared.setdefault(thing, []).append(task)
-            else:
-                before += self._shared.pop(thing, [])
-                self._exclusive[thing] = task
-            for other in before:
-                if other is not task:
-                    other.followers.append(task)
-                    task.waits += 1
-
-    def leave(self, task: _Task) -> list[_Task]:
-        """Takes out a task that has ended; returns those that need wait no longer."""
-        for thing, shared in task.uses:
-            if not shared:
-                if self._exclusive.get(thing) is task:
-                    del self._exclusive[thing]
-            elif (tasks := self._shared.get(thing)) is not None and task in tasks:
-                tasks.remove(task)
-                if not tasks:
-                    del self._shared[thing]
-        freed = []
-        for follower in task.followers:
-            follower.waits -= 1
-            if follower.waits == 0:
-                freed.append(follower)
-        return freed
+_Ended = tuple[Task, "Completion | bool"]  # bool: of a forgetting, whether it is durable
 
 
 class Mover:
@@ -166,34 +106,50 @@ class Mover:
         archive_executor: Executor | None = None,
         archive_readers: int = 4,
         on_forgotten: Callable[[int, bool], None] = lambda count, durable: None,
+        remotes: Mapping[int, RemotePool] | None = None,
+        remote_executor: Executor | None = None,
     ) -> None:
         """`pools` by tier, STAGING among them. `post` runs a callable on the event loop's thread,
         from any thread (call_soon_threadsafe); it is called once for a batch of completions, which
         `on_done` then gets. Copies from and to `archives` wait for a device, so they have an
         executor of their own, with one thread more than readers: a commit never queues behind a
         disk. `on_forgotten` is told on the loop's thread how many forgettings have ended, and
-        whether an archive will remember them.
+        whether an archive will remember them. Copies from and to `remotes` wait for their
+        device in an executor of CROSS_WORKERS threads.
         """
-        if archives and archive_executor is None:
-            raise ValueError("archives need an executor of their own")
+        if (archives and archive_executor is None) or (remotes and remote_executor is None):
+            raise ValueError("archives and remote pools need executors of their own")
         self._pools = dict(pools)
         self._archives = dict(archives or {})
         self._clock = clock
         self._post = post
         self._on_done = on_done
-        self._pool_lane = _Lane(executor, workers)
-        self._read_lane = _Lane(
-            archive_executor or executor, archive_readers, bytes_max=READ_BYTES_MAX
+        self._remotes = dict(remotes or {})
+        self._memory: dict[int, RegionMemory] = {**self._pools, **self._remotes}
+        self._pool_lane = Lane(
+            executor, workers, bytes_max=TURN_BYTES_MAX, copies_max=TURN_COPIES_MAX
         )
-        self._write_lane = _Lane(
+        self._cross_lane = Lane(
+            remote_executor or executor,
+            CROSS_WORKERS,
+            bytes_max=CROSS_BYTES_MAX,
+            copies_max=TURN_COPIES_MAX,
+        )
+        self._read_lane = Lane(
+            archive_executor or executor,
+            archive_readers,
+            bytes_max=READ_BYTES_MAX,
+            copies_max=TURN_COPIES_MAX,
+        )
+        self._write_lane = Lane(
             archive_executor or executor, 1, bytes_max=SAVE_BYTES_MAX, copies_max=SAVES_MAX
         )
-        self._lanes = (self._pool_lane, self._read_lane, self._write_lane)
+        self._lanes = (self._pool_lane, self._cross_lane, self._read_lane, self._write_lane)
         self._stalls_at_ns: int | None = None  # the batch that is being saved, if it has not ended
         self._on_forgotten = on_forgotten
         self._forgotten: list[bool] = []
         self._guard = threading.Lock()
-        self._order = _Order()
+        self._order = Order()
         self._in_flight = 0
         self._done: list[Completion] = []
         self._posted = False
@@ -247,14 +203,17 @@ class Mover:
 
     # ------------------------------------------------------------------ order
 
-    def _task(self, effect: Copy | Forget) -> _Task:
+    def _task(self, effect: Copy | Forget) -> Task:
         uses = list(self._uses(effect))
         if isinstance(effect, Forget) or effect.target.tier in self._archives:
-            return _Task(effect, self._write_lane, uses)
-        slow = effect.source.tier in self._archives
-        return _Task(effect, self._read_lane if slow else self._pool_lane, uses)
+            return Task(effect, self._write_lane, uses)
+        tiers = {effect.source.tier, effect.target.tier}
+        if tiers & self._archives.keys():
+            return Task(effect, self._read_lane, uses)
+        far = tiers & self._remotes.keys()
+        return Task(effect, self._cross_lane if far else self._pool_lane, uses)
 
-    def _uses(self, effect: Copy | Forget) -> Iterator[_Use]:
+    def _uses(self, effect: Copy | Forget) -> Iterator[Use]:
         if isinstance(effect, Forget):
             yield from _archive_uses(effect.tier, effect.space_id, effect.key)
             return
@@ -267,20 +226,20 @@ class Mover:
 
     # ------------------------------------------------------------------ workers
 
-    def _starts(self) -> list[_Lane]:
+    def _starts(self) -> list[Lane]:
         """One entry for each worker to start. The guard is held."""
-        starts: list[_Lane] = []
+        starts: list[Lane] = []
         for lane in self._lanes:
             while lane.active < min(lane.workers, len(lane.ready)):
                 lane.active += 1
                 starts.append(lane)
         return starts
 
-    def _start(self, starts: list[_Lane]) -> None:
+    def _start(self, starts: list[Lane]) -> None:
         for lane in starts:
             lane.executor.submit(self._work, lane).add_done_callback(_log_defect)
 
-    def _work(self, lane: _Lane) -> None:
+    def _work(self, lane: Lane) -> None:
         """One worker: takes turns until nothing is ready."""
         while turn := self._next_turn(lane):
             ended: list[_Ended] = []
@@ -288,6 +247,8 @@ class Mover:
             try:
                 if lane is self._write_lane:
                     self._write(turn, ended)
+                elif lane is self._cross_lane:
+                    self._cross(turn, ended)
                 else:
                     for task in turn:
                         self._run(task, ended)
@@ -303,12 +264,12 @@ class Mover:
                             lane.ready.extendleft(reversed(rest))
                 self._end(ended)
 
-    def _next_turn(self, lane: _Lane) -> list[_Task]:
+    def _next_turn(self, lane: Lane) -> list[Task]:
         with self._guard:
             if not lane.ready:
                 lane.active -= 1
                 return []
-            turn: list[_Task] = []
+            turn: list[Task] = []
             turn_bytes = 0
             share = max(1, min(len(lane.ready) // lane.workers, lane.copies_max))
             while lane.ready and len(turn) < share and turn_bytes < lane.bytes_max:
@@ -317,7 +278,7 @@ class Mover:
                 turn_bytes += getattr(task.effect, "length", 0)
             return turn
 
-    def _run(self, task: _Task, ended: list[_Ended]) -> None:
+    def _run(self, task: Task, ended: list[_Ended]) -> None:
         """One copy between pools, or out of an archive."""
         copy = task.effect
         assert isinstance(copy, Copy), "an archive is written to by one thread"
@@ -331,7 +292,48 @@ class Mover:
             elapsed_ns = self._clock.monotonic_ns() - start_ns
             ended.append((task, _completion(copy, outcome, elapsed_ns)))
 
-    def _write(self, turn: list[_Task], ended: list[_Ended]) -> None:
+    def _cross(self, turn: list[Task], ended: list[_Ended]) -> None:
+        """Copies between pools of which one is a device's: all are begun before one is waited
+        for.
+        """
+        start_ns = self._clock.monotonic_ns()
+        batches: dict[int, list[tuple[Task, Copy, Crossing]]] = {}
+        for task in turn:
+            copy = task.effect
+            assert isinstance(copy, Copy), "an archive is written to by one thread"
+            outcome: KVStoreError | None = None
+            crossing: Crossing | None = None
+            try:
+                crossing = self._crossing(copy)
+                batches.setdefault(crossing.device.tier, []).append((task, copy, crossing))
+            except KVStoreError as error:
+                outcome = error
+            finally:
+                if crossing is None:
+                    ended.append((task, _completion(copy, outcome, 0)))
+        for tier, batch in batches.items():
+            outcomes: Sequence[Saved | None] = [None] * len(batch)
+            try:
+                crossed = self._remotes[tier].cross([crossing for _, _, crossing in batch])
+                outcomes = [UNHASHED if failed is None else failed for failed in crossed]
+            finally:
+                elapsed_ns = self._clock.monotonic_ns() - start_ns
+                ended += [
+                    (task, _completion(copy, outcome, elapsed_ns))
+                    for (task, copy, _), outcome in zip(batch, outcomes, strict=True)
+                ]
+
+    def _crossing(self, copy: Copy) -> Crossing:
+        """The copy, ready to be begun: the generation is written before it is."""
+        inward = copy.target.tier in self._remotes
+        device, host = copy.target, copy.source
+        if not inward:
+            device, host = host, device
+        memory = self._pools[host.tier].view(host, copy.length)
+        self._begin(self._memory[copy.target.tier], copy)
+        return Crossing(device, host, memory, inward)
+
+    def _write(self, turn: list[Task], ended: list[_Ended]) -> None:
         """Forgettings, then saves: none depends on another, else it would not be ready."""
         length = sum(getattr(task.effect, "length", 0) for task in turn)
         self._stalls_at_ns = self._clock.monotonic_ns() + patience_ns(length)
@@ -343,7 +345,7 @@ class Mover:
         finally:
             self._stalls_at_ns = None
 
-    def _forget(self, tier: int, turn: list[_Task], ended: list[_Ended]) -> None:
+    def _forget(self, tier: int, turn: list[Task], ended: list[_Ended]) -> None:
         tasks, names = [], []
         for task in turn:
             if isinstance(task.effect, Forget) and task.effect.tier == tier:
@@ -360,15 +362,15 @@ class Mover:
         finally:
             ended += [(task, durable) for task in tasks]
 
-    def _save(self, tier: int, turn: list[_Task], ended: list[_Ended]) -> None:
-        tasks: list[tuple[_Task, Copy]] = []
+    def _save(self, tier: int, turn: list[Task], ended: list[_Ended]) -> None:
+        tasks: list[tuple[Task, Copy]] = []
         blocks: list[SavedBlock] = []
         for task in turn:
             copy = task.effect
             if isinstance(copy, Copy) and copy.target.tier == tier:
                 try:
-                    data = self._pools[copy.source.tier].view(copy.source, copy.length)
-                except KVStoreError as error:
+                    data = self._readable(copy.source, copy.length)
+                except (KVStoreError, OSError) as error:
                     ended.append((task, _completion(copy, error, 0)))
                     continue
                 tasks.append((task, copy))
@@ -386,19 +388,25 @@ class Mover:
                 for (task, copy), outcome in zip(tasks, outcomes, strict=True)
             ]
 
+    def _readable(self, place: Place, length: int) -> Bytes:
+        """Bytes that are to be saved: where they are, or a copy of what only a device reads."""
+        remote = self._remotes.get(place.tier)
+        return remote.read(place, length) if remote else self._pools[place.tier].view(place, length)
+
     def _copy(self, copy: Copy) -> bytes:
         source, target, length = copy.source, copy.target, copy.length
         pool = self._pools[target.tier]
         into = pool.view(target, length)
         if source.tier in self._archives:
-            self._begin(pool, target)
+            self._begin(pool, copy)
             return self._archives[source.tier].load(copy.space_id, copy.key, into)
         data = self._pools[source.tier].view(source, length)
-        self._begin(pool, target)
+        self._begin(pool, copy)
         copy_one(data, into)
         return UNHASHED
 
-    def _begin(self, pool: PoolMemory, target: Place) -> None:
+    def _begin(self, pool: RegionMemory, copy: Copy) -> None:
+        target = copy.target
         pool.set_generation(target.region, target.slot, target.generation)
 
     # ------------------------------------------------------------------ answers
@@ -440,7 +448,7 @@ def patience_ns(length: int) -> int:
     return max(STALL_NS, length * 10**9 // STALL_BYTES_PER_SECOND)
 
 
-def _archive_uses(tier: int, space_id: int, key: bytes) -> Iterator[_Use]:
+def _archive_uses(tier: int, space_id: int, key: bytes) -> Iterator[Use]:
     # To forget a whole space is to wait for every name of it, and to be waited for by every one.
     yield ("space", tier, space_id), bool(key)
     if key:
@@ -463,7 +471,7 @@ def _completion(copy: Copy, outcome: Saved | None, elapsed_ns: int) -> Completio
     return Completion(copy.copy_id, False, reason, None, elapsed_ns)
 
 
-def _failed(task: _Task, reason: Reason) -> Completion:
+def _failed(task: Task, reason: Reason) -> Completion:
     assert isinstance(task.effect, Copy), "a forgetting is not answered with a reason"
     return Completion(task.effect.copy_id, False, reason, None, 0)
 

@@ -19,7 +19,7 @@ from kvstore.model.values import Place, Region
 Bytes = NDArray[np.uint8]
 
 
-class PoolMemory(Protocol):
+class RegionMemory(Protocol):
     """Memory of a pool: regions cut into slots, with a generation a slot in the region's header."""
 
     def assign(self, region: Region) -> None:
@@ -30,8 +30,8 @@ class PoolMemory(Protocol):
         """Closes a region: no new view and no descriptor of it. Views that live stay valid."""
         ...
 
-    def view(self, place: Place, length: int) -> Bytes:
-        """uint8 [length] at `place`, writeable. KVStoreError (REGION_UNKNOWN) once it is closed."""
+    def released(self, region_id: int) -> None:
+        """No process can reach the closed region any more: its bytes may be used again."""
         ...
 
     def set_generation(self, region_id: int, slot: int, generation: int) -> None:
@@ -44,6 +44,43 @@ class PoolMemory(Protocol):
 
     def fd(self, region_id: int) -> int:
         """A descriptor to hand to a client; it stays the tier's, and is closed by `unassign`."""
+        ...
+
+
+class PoolMemory(RegionMemory, Protocol):
+    """A pool that this process's threads read and write themselves."""
+
+    def view(self, place: Place, length: int) -> Bytes:
+        """uint8 [length] at `place`, writeable. KVStoreError (REGION_UNKNOWN) once it is closed."""
+        ...
+
+
+class Crossing(NamedTuple):
+    """A copy between a remote pool and host memory. memory: uint8 [n], read if `inward`, else
+    written; host: where in a host pool it lies, None if it is in none.
+    """
+
+    device: Place
+    host: Place | None
+    memory: Bytes
+    inward: bool
+
+
+class RemotePool(RegionMemory, Protocol):
+    """A pool that only a device can read and write: its bytes cross over in batches. Both methods
+    wait for the device, so they belong to the mover's threads.
+    """
+
+    def cross(self, crossings: Sequence[Crossing]) -> list[KVStoreError | OSError | None]:
+        """Copies all of them, beside each other; what became of each, None if it is done. When this
+        returns the device touches none of the memory any more.
+        """
+        ...
+
+    def read(self, place: Place, length: int) -> Bytes:
+        """uint8 [length] of a copy of what is at `place`, at the start of a page. KVStoreError or
+        OSError if it cannot be had.
+        """
         ...
 
 

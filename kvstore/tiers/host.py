@@ -90,7 +90,11 @@ class HostTier:
         self._regions: dict[int, _Region] = {}
         self._staging: dict[int, _Region] = {}
         self._closing: dict[int, int] = {}  # region id -> bytes that a client may still have mapped
-        self._retired: list[Memory] = []
+        self._retired: list[tuple[int, Memory]] = []  # with the region's id
+        self.unmapping: Callable[[int], None] = lambda region_id: None
+        """Called on the background thread with the id of a closed region that is unmapped next:
+        whatever else of this process uses its bytes lets go of them now.
+        """
         self._making: Memory | None = None
         self._stock = Stock(region_bytes)
         self._from_stock = 0
@@ -140,7 +144,7 @@ class HostTier:
             self._thread = None
         with self._guard:
             memories = [r.memory for r in (*self._regions.values(), *self._staging.values())]
-            memories += [*self._stock, *self._retired]
+            memories += [*self._stock, *(memory for _, memory in self._retired)]
             if self._making is not None:
                 memories.append(self._making)
             self._regions.clear()
@@ -199,8 +203,15 @@ class HostTier:
         del region
         memory.close_fds()
         with self._guard:
-            self._retired.append(memory)
+            self._retired.append((region_id, memory))
         self._wake.set()
+
+    def mapped(self, region_id: int) -> Bytes | None:
+        """All bytes of an open region, uint8 [total_bytes]; None if it is closed. From any thread,
+        for as long as `unmapping` has not told of it.
+        """
+        region = self._regions.get(region_id)
+        return None if region is None else region.memory.shared.map.u8
 
     def released(self, region_id: int) -> None:
         """No process has the closed region any more: its bytes may be used again."""
@@ -290,14 +301,17 @@ class HostTier:
             open_regions = (*self._regions.values(), *self._staging.values())
             cold = next((r.memory for r in open_regions if r.memory.cold), None)
             cold = None if self._paused else cold
-            if self._room() < 0:
-                retired += self._excess()
-        for memory in retired:
+            excess = self._excess() if self._room() < 0 else []
+        for region_id, memory in retired:
+            self.unmapping(region_id)
             memory.close()
+        for memory in excess:
+            memory.close()
+        closed = bool(retired or excess)
         if self._prefault_error:
-            return bool(retired)
+            return closed
         try:
-            return self._warm(cold) or bool(retired)
+            return self._warm(cold) or closed
         except OSError as error:
             self._prefault_error = f"cannot prepare memory: {error}"
             log.warning("host tier: %s; regions are made when they are needed", error)
