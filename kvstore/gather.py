@@ -87,6 +87,84 @@ def copy_blocks(
     return blocks
 
 
+def copy_pieces(
+    sources: Sequence[Source], spans: Sequence[slice], out: NDArray[Any], first_row: int = 0
+) -> int:
+    """Copies the same pieces of each block to where an array has them, in order; returns the number
+    of blocks.
+
+    `sources` as for `copy_blocks`; `spans` are byte ranges of one length within a slot. Block k
+    goes to out[first_row + k], whose bytes in C order are those of the spans, one after the other.
+    `out` may have any strides, as a tensor whose heads come before its tokens; with several spans,
+    one that is not C-contiguous has them as its second dimension. Contiguous rows, and slots that
+    follow one another, are one call. ValueError for a slot id out of range, sizes that do not fit
+    or memory that cannot be written; nothing is copied then.
+    """
+    moves, blocks = _moves(sources)
+    widest = max(span.stop for span in spans)
+    if any(ids.size and widest > slots2d.shape[1] for slots2d, ids, _ in moves):
+        raise ValueError(f"a span ends at {widest}, behind the end of a slot")
+    if not out.flags.writeable:
+        raise ValueError("out must be writable")
+    pieces = pieces_of(out[first_row : first_row + blocks], spans)
+    if any(len(rows) < blocks for rows in pieces):
+        raise ValueError(f"{blocks} blocks do not fit behind row {first_row} of {len(out)}")
+    for slots2d, ids, first in moves:
+        for span, rows in zip(spans, pieces, strict=True):
+            _copy_piece(slots2d, ids, span, rows[first : first + ids.size])
+    return blocks
+
+
+def pieces_of(rows: NDArray[Any], spans: Sequence[slice]) -> list[NDArray[Any]]:
+    """For each span its part of all rows, [n, ...] views: as bytes where rows are contiguous.
+
+    ValueError if a row has not as many bytes as the spans, which have one length.
+    """
+    length = spans[0].stop - spans[0].start
+    row_bytes = rows.itemsize
+    for size in rows.shape[1:]:
+        row_bytes *= size
+    if row_bytes != length * len(spans) or any(one.stop - one.start != length for one in spans):
+        raise ValueError(f"a row of {row_bytes} bytes is not {len(spans)} spans of {length}")
+    if rows.flags.c_contiguous:
+        flat = rows.reshape(-1).view(np.uint8).reshape(len(rows), len(spans), length)
+        return [flat[:, number] for number in range(len(spans))]
+    if len(spans) == 1:
+        return [rows]
+    if rows.ndim < 2 or rows.shape[1] != len(spans):
+        raise ValueError(f"rows of {len(spans)} spans have them as their second dimension")
+    return [rows[:, number] for number in range(len(spans))]
+
+
+def slot_runs(ids: NDArray[np.intp]) -> list[tuple[int, int]]:
+    """(begin, end) of the stretches of `ids` whose slots follow one another."""
+    if not ids.size:
+        return []
+    breaks = (np.flatnonzero(np.diff(ids) != 1) + 1).tolist()
+    return list(zip([0, *breaks], [*breaks, int(ids.size)], strict=True))
+
+
+def _copy_piece(slots2d: Bytes, ids: NDArray[np.intp], span: slice, rows: NDArray[Any]) -> None:
+    length = span.stop - span.start
+    per_slot, rest = divmod(slots2d.shape[1], length)
+    in_line = slots2d.flags.c_contiguous and rows.flags.c_contiguous
+    if (
+        in_line
+        and rows.dtype == np.uint8
+        and rows.ndim == 2
+        and not rest
+        and not span.start % length
+    ):
+        # A slot is whole pieces: one of them out of each, as `_copy_run` takes slots.
+        pieces = slots2d.reshape(-1, length)
+        np.take(pieces, ids * per_slot + span.start // length, axis=0, out=rows, mode="clip")
+        return
+    for begin, end in slot_runs(ids):
+        slot, target = int(ids[begin]), rows[begin:end]
+        source = slots2d[slot : slot + end - begin, span].view(target.dtype)
+        np.copyto(target, source.reshape(target.shape))
+
+
 def in_halves(work: Callable[[Part], None], items: Part, executor: Executor) -> None:
     """Runs `work` on the two halves of `items`, one of them in `executor`, and returns when both
     are done. If the executor has not begun by then, this thread does it all.

@@ -22,6 +22,7 @@ from kvstore.model.fingerprint import (
     attention_kind,
 )
 from kvstore_client import AsyncClient, Client
+from kvstore_client.aio_layers import AsyncLayerFetch, AsyncLayerPush
 
 BLOCK_TOKENS = 4
 
@@ -67,7 +68,20 @@ class Blocking:
             return lambda *args, **more: Blocking(value(*args, **more), self._loop)
         if not asyncio.iscoroutinefunction(value):
             return value
-        return lambda *args, **more: self._loop.run_until_complete(value(*args, **more))
+        return lambda *args, **more: self._faced(
+            self._loop.run_until_complete(value(*args, **more))
+        )
+
+    def _faced(self, result: Any) -> Any:
+        """A handle has coroutines, too."""
+        is_handle = isinstance(result, AsyncLayerFetch | AsyncLayerPush)
+        return Blocking(result, self._loop) if is_handle else result
+
+    def __enter__(self) -> Blocking:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     @contextlib.contextmanager
     def view(self, *args: Any, **more: Any) -> Iterator[Any]:

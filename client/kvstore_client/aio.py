@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -24,9 +24,11 @@ from kvstore.model.fingerprint import Fingerprint, Verdict
 from kvstore.model.keys import BlockKey, Extras, Tokens
 from kvstore.model.plan import Overlap
 from kvstore.model.reasons import Reason
-from kvstore_client import calls
+from kvstore_client import calls, space_layers
+from kvstore_client.aio_layers import AsyncLayerFetch, AsyncLayerPush
 from kvstore_client.channel import CallFailed, Transport
 from kvstore_client.config import ClientConfig
+from kvstore_client.layer_writes import LayerPushing
 from kvstore_client.outcomes import report_of
 from kvstore_client.results import (
     NO_ADVICE,
@@ -40,6 +42,7 @@ from kvstore_client.results import (
     SpaceStatus,
 )
 from kvstore_client.root import Prepared, Root, typed_error
+from kvstore_client.session import Deadline
 from kvstore_client.spaces import KeysOrHit, SpaceCore, TokensOrKeys
 from kvstore_client.steps import (
     Local,
@@ -88,7 +91,20 @@ async def _run(
     """Runs an operation in the client's threads. `late` makes the result of one that never began;
     None: Unavailable is raised.
     """
-    deadline = root.deadline(deadline_ms)
+    return await _drive(root, prepare, root.deadline(deadline_ms), late)
+
+
+async def _run_prepared(root: Root, prepared: Prepared[T], deadline: Deadline) -> T:
+    """The same for one whose failure makes a result that says so."""
+    failed = prepared.failed
+    assert failed is not None
+    late = Reason.DEADLINE_EXCEEDED
+    return await _drive(root, lambda: prepared, deadline, lambda: failed(late, late.text, ()))
+
+
+async def _drive(
+    root: Root, prepare: Callable[[], Prepared[T]], deadline: Deadline, late: Callable[[], T] | None
+) -> T:
     workers = root.workers()
     progress = _Progress()
 
@@ -267,6 +283,30 @@ class AsyncSpace:
         )
         return fetched if fetched.data is None else self._core.tensors(fetched)
 
+    async def fetch_layers(
+        self,
+        keys: KeysOrHit,
+        out: Any = None,
+        *,
+        part: bool = False,
+        layers_at_once: int = 1,
+        wait_ms: int = 0,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> AsyncLayerFetch:
+        deadline = self._core.root.deadline(deadline_ms)
+        prepared = space_layers.fetch_layers(
+            self._core,
+            keys,
+            out,
+            deadline=deadline,
+            part=part,
+            layers_at_once=layers_at_once,
+            wait_ms=wait_ms,
+            request_id=request_id,
+        )
+        return AsyncLayerFetch(await _run_prepared(self._core.root, prepared, deadline))
+
     @contextlib.asynccontextmanager
     async def view(
         self,
@@ -312,6 +352,32 @@ class AsyncSpace:
             deadline_ms,
             lambda: Pushed(0, 0, 0, 0, 0, 0, Reason.DEADLINE_EXCEEDED),
         )
+
+    async def push_layers(
+        self,
+        tokens_or_keys: TokensOrKeys,
+        *,
+        first_block: int = 0,
+        attempt: int = 0,
+        durable: bool = False,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> AsyncLayerPush:
+        root, deadline = self._core.root, self._core.root.deadline(deadline_ms)
+        prepared = space_layers.push_layers(
+            self._core,
+            tokens_or_keys,
+            deadline=deadline,
+            first_block=first_block,
+            attempt=attempt,
+            durable=durable,
+            request_id=request_id,
+        )
+
+        def commit(pushing: LayerPushing) -> Awaitable[Pushed]:
+            return _run_prepared(root, pushing.prepared(), deadline)
+
+        return AsyncLayerPush(await _run_prepared(root, prepared, deadline), commit)
 
     def report(
         self,

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore import gather
 from kvstore.model.reasons import BadRequest, Reason
 
-__all__ = ["Bytes", "Rows", "plain_tokens", "rows_of"]
+__all__ = ["Bytes", "Rows", "plain_tokens", "rows_of", "strided_of"]
 
 Bytes = NDArray[np.uint8]
 Rows = Bytes | list[Bytes]
@@ -42,6 +43,55 @@ def rows_of(data: Any, count: int, row_bytes: int, *, name: str, writable: bool)
         held = array.nbytes // max(1, array.shape[0])
         raise _bad(name, f"a row of {name} has {held} bytes, a block's has {row_bytes}")
     return _flat(array).reshape(array.shape[0], row_bytes)[:count]
+
+
+def strided_of(
+    data: Any, count: int, spans: tuple[slice, ...], *, name: str, writable: bool
+) -> NDArray[Any]:
+    """`data` as an array whose first `count` rows have the bytes of `spans` each, in C order.
+
+    data: an array or CPU tensor of any type and strides whose first dimension counts rows; with
+        several spans, unless it is in C order, its second dimension counts them. A flat buffer of
+        rows, too.
+    BadRequest(BAD_SIZE) naming `name` otherwise.
+    """
+    torch: Any = sys.modules.get("torch")
+    if isinstance(data, np.ndarray):
+        array: NDArray[Any] = data
+    elif torch is not None and isinstance(data, torch.Tensor) and data.device.type == "cpu":
+        array = _bits(torch, data, name)
+    else:
+        array = _array(data, name, writable)
+    row_bytes = sum(span.stop - span.start for span in spans)
+    if array.ndim == 1 and array.flags.c_contiguous and array.nbytes % row_bytes == 0:
+        array = _flat(array).reshape(-1, row_bytes)
+    if array.dtype.hasobject or (writable and not array.flags.writeable):
+        raise _bad(name, f"{name} must be plain memory{', and writable' if writable else ''}")
+    if array.ndim == 0 or array.shape[0] < count:
+        raise _bad(name, f"{name} has the shape {array.shape}, too small for {count} blocks")
+    if (
+        writable
+        and array.size
+        and any(
+            not step and size > 1 for step, size in zip(array.strides, array.shape, strict=True)
+        )
+    ):
+        raise _bad(name, f"{name} must not have several elements in one place")
+    try:
+        gather.pieces_of(array, spans)
+    except ValueError as error:
+        raise _bad(name, f"{name}: {error}") from None
+    return array
+
+
+def _bits(torch: Any, tensor: Any, name: str) -> NDArray[Any]:
+    """A tensor's memory as integers of its size: numpy has no bfloat16."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    try:
+        array: NDArray[Any] = tensor.detach().view(integers[tensor.element_size()]).numpy()
+    except (KeyError, RuntimeError, TypeError) as error:  # complex, sparse, a conjugate
+        raise _bad(name, f"{name} must be a plain tensor: {error}") from error
+    return array
 
 
 def plain_tokens(tokens: Any) -> Any:

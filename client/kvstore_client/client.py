@@ -27,9 +27,10 @@ from kvstore.model.cost import PrefillCost
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.keys import BlockKey, Extras, Tokens
 from kvstore.model.plan import Overlap
-from kvstore_client import calls
+from kvstore_client import calls, space_layers
 from kvstore_client.channel import CallFailed, Transport
 from kvstore_client.config import ClientConfig
+from kvstore_client.layers import LayerFetch, LayerPush
 from kvstore_client.outcomes import report_of
 from kvstore_client.results import (
     Compared,
@@ -220,6 +221,44 @@ class Space:
         )
         return self._core.tensors(fetched)
 
+    def fetch_layers(
+        self,
+        keys: KeysOrHit,
+        out: Any = None,
+        *,
+        part: bool = False,
+        layers_at_once: int = 1,
+        wait_ms: int = 0,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> LayerFetch:
+        """As `fetch`, with the blocks copied layer by layer in the background: see `layers`.
+
+        Returns when the blocks are leased. One lease for all layers; the deadline is that of the
+        whole. A client that cannot map the daemon's memory gets all layers at once.
+
+        out: one array or CPU tensor a layer, of any type and strides, the first dimension counting
+            blocks and a row having the layer's bytes: K and V, of each rank that has the layer one
+            after the other (a second dimension, if the array is not in C order). With `part` only
+            the layers and bytes of this rank. None: a new uint8 [layers, n, bytes], the result's
+            `data`.
+        layers_at_once: how many are copied, verified and told of together.
+        BadRequest(NOT_SUPPORTED) for an element order whose inside only the engine knows.
+        """
+        deadline = self._core.root.deadline(deadline_ms)
+        self._core.root.link()
+        prepared = space_layers.fetch_layers(
+            self._core,
+            keys,
+            out,
+            deadline=deadline,
+            part=part,
+            layers_at_once=layers_at_once,
+            wait_ms=wait_ms,
+            request_id=request_id,
+        )
+        return LayerFetch(self._core.root.run(prepared, deadline))
+
     @contextlib.contextmanager
     def view(
         self,
@@ -268,6 +307,35 @@ class Space:
             ),
             deadline_ms,
         )
+
+    def push_layers(
+        self,
+        tokens_or_keys: TokensOrKeys,
+        *,
+        first_block: int = 0,
+        attempt: int = 0,
+        durable: bool = False,
+        request_id: str = "",
+        deadline_ms: int | None = None,
+    ) -> LayerPush:
+        """As `push`, with the blocks handed over layer by layer while they are computed: see
+        `layers`. What is stored becomes readable at the commit, all at once.
+
+        deadline_ms: from here to the commit; what is computed in between takes its time. The blocks
+        are those of one reservation: what finds no room in the session's staging is skipped.
+        """
+        deadline = self._core.root.deadline(deadline_ms)
+        self._core.root.link()
+        prepared = space_layers.push_layers(
+            self._core,
+            tokens_or_keys,
+            deadline=deadline,
+            first_block=first_block,
+            attempt=attempt,
+            durable=durable,
+            request_id=request_id,
+        )
+        return LayerPush(self._core.root.run(prepared, deadline))
 
     def report(
         self,

@@ -47,7 +47,21 @@ from kvstore_client.steps import (
 )
 from kvstore_client.streams import download_blocks
 
-__all__ = ["Copied", "FetchRequest", "ViewLease", "fetch", "view"]
+__all__ = [
+    "PIECE_BYTES",
+    "Copied",
+    "FetchRequest",
+    "Run",
+    "ViewLease",
+    "absence",
+    "acquire_request",
+    "fetch",
+    "fetch_in",
+    "load_report",
+    "mapped_run",
+    "view",
+    "window_of",
+]
 
 PIECE_BYTES = 64 << 20
 """Copied at a time, 10-15 ms: the deadline is looked at in between."""
@@ -94,7 +108,7 @@ class ViewLease:
     reason: Reason
     detail: str = ""
     arrays: list[Bytes] = field(default_factory=list)
-    run: _Run | None = None
+    run: Run | None = None
 
     def unchanged(self) -> bool:
         """Whether the blocks are still those that were leased."""
@@ -105,7 +119,7 @@ class ViewLease:
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """The leading blocks of a lease: slots of mapped regions."""
 
     blocks: int
@@ -133,14 +147,15 @@ def fetch(context: Context, spec: SpaceSpec, request: FetchRequest) -> Operation
     """Copies the leading run of the keys' blocks. Keys beyond one call's limit go in windows."""
 
     def attempt(session: Session, binding: Binding) -> Operation[Copied]:
-        return _fetch(context, spec, session, binding, request)
+        return fetch_in(context, spec, session, binding, request)
 
     return (yield from in_space(spec, attempt))
 
 
-def _fetch(
+def fetch_in(
     context: Context, spec: SpaceSpec, session: Session, binding: Binding, request: FetchRequest
 ) -> Operation[Copied]:
+    """The same in a space that is open."""
     done = Copied()
     if session.memory is not None or session.fd_fetch:
         try:
@@ -197,12 +212,12 @@ def _fetch_window(
     done: Copied,
 ) -> Operation[None]:
     begun_ns = time.perf_counter_ns()
-    acquire = _acquire_request(context, session, binding, keys, request)
+    acquire = acquire_request(context, session, binding, keys, request)
     step = Rpc(session, "Acquire", acquire, pb.AcquireReply)
     reply: pb.AcquireReply = yield from granted(context, step)
     if not reply.lease_id:
         check_open(reply.reason)
-        done.reason = _absence(reply)
+        done.reason = absence(reply)
         return
     before = done.blocks
     outcome = Reason.INTERNAL
@@ -215,12 +230,12 @@ def _fetch_window(
                 read = lease_read(context, session, reply.lease_id, blocks, spec, request, done)
                 yield Stream(session, read)
         else:
-            run = yield from _mapped_run(context, spec, session, binding, reply, len(keys))
+            run = yield from mapped_run(context, spec, session, binding, reply, len(keys))
             blocks = run.blocks
             yield Local(lambda: _copy(context, run, request, done))
         outcome = done.reason
         if done.reason is Reason.OK and blocks < len(keys):
-            done.reason = _absence(reply)
+            done.reason = absence(reply)
     except NotServed:
         outcome = Reason.UNAVAILABLE
         raise
@@ -230,9 +245,10 @@ def _fetch_window(
     finally:
         took_ns = time.perf_counter_ns() - begun_ns
         done.load_ns += took_ns
-        report = _report(
-            reply.lease_id, spec, request, done.blocks - before, done, copied_ns, outcome
+        report = load_report(
+            reply.lease_id, spec, request, done.blocks - before, done.blocks, outcome
         )
+        report.copy_us = (done.copy_ns - copied_ns) // 1_000
         report.load_us = took_ns // 1_000
         if request.predicted_ms and done.blocks - before == len(keys):
             share = len(keys) / len(request.keys)
@@ -240,13 +256,14 @@ def _fetch_window(
         context.release(session, reply.lease_id, report)
 
 
-def _acquire_request(
+def acquire_request(
     context: Context,
     session: Session,
     binding: Binding,
     keys: Sequence[BlockKey],
     request: FetchRequest,
 ) -> pb.AcquireRequest:
+    """Asks for a copy lease of `keys`, which are some of the request's."""
     left_ms = max(0, context.deadline.left_ms() - ANSWER_MARGIN_MS)
     return pb.AcquireRequest(
         session=session.secret,
@@ -260,26 +277,27 @@ def _acquire_request(
     )
 
 
-def _absence(reply: pb.AcquireReply) -> Reason:
+def absence(reply: pb.AcquireReply) -> Reason:
+    """Why a lease has not all that was asked for."""
     reason = Reason.from_wire(reply.reason)
     return Reason.UNSPECIFIED if reason is Reason.OK else reason
 
 
-def _mapped_run(
+def mapped_run(
     context: Context,
     spec: SpaceSpec,
     session: Session,
     binding: Binding,
     reply: pb.AcquireReply,
     asked: int,
-) -> Operation[_Run]:
+) -> Operation[Run]:
     """The leading run of a lease's places, with its regions mapped."""
     places = _leading_places(spec, binding, reply, asked)
     blocks = len(places)
     ids = places["region"]
     starts = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist()] if blocks else []
     ends = [*starts[1:], blocks] if blocks else []
-    run = _Run(blocks, [], [], [])
+    run = Run(blocks, [], [], [])
     for begin, end in zip(starts, ends, strict=True):
         region: Region = yield MapRegion(session, int(ids[begin]))
         slots = places["slot"][begin:end].astype(np.intp)
@@ -310,7 +328,7 @@ def _leading_places(
     return places[: int(absent[0])] if absent.size else places
 
 
-def _copy(context: Context, run: _Run, request: FetchRequest, done: Copied) -> None:
+def _copy(context: Context, run: Run, request: FetchRequest, done: Copied) -> None:
     """Copies and verifies in pieces, so that the deadline can be kept."""
     first, rows = done.blocks, request.rows
     width = rows.shape[1] if isinstance(rows, np.ndarray) else len(rows[0]) if rows else 0
@@ -323,7 +341,7 @@ def _copy(context: Context, run: _Run, request: FetchRequest, done: Copied) -> N
         end = min(begin + step, run.blocks)
         started_ns = time.perf_counter_ns()
         gather.copy_blocks(
-            _window(run.sources, begin, end, span),
+            window_of(run.sources, begin, end, span),
             rows[first + begin : first + end],
             executor=context.executor,
         )
@@ -336,9 +354,10 @@ def _copy(context: Context, run: _Run, request: FetchRequest, done: Copied) -> N
             return
 
 
-def _window(
+def window_of(
     sources: list[tuple[Bytes, NDArray[np.intp]]], first: int, end: int, span: slice | None
 ) -> list[tuple[Bytes, NDArray[np.intp]]]:
+    """Blocks [first, end) of the sources, with the bytes `span` of each."""
     window = []
     begin = 0
     for slots2d, slots in sources:
@@ -350,24 +369,25 @@ def _window(
     return window
 
 
-def _report(
+def load_report(
     lease_id: int,
     spec: SpaceSpec,
     request: FetchRequest,
     blocks: int,
-    done: Copied,
-    copied_before_ns: int,
+    end_block: int,
     outcome: Reason,
 ) -> pb.LoadReport:
+    """What was loaded under a lease: `blocks` blocks, the last before `end_block` of the request.
+    Times are the caller's to add.
+    """
     tokens = 0 if request.audit else blocks * spec.block_tokens
-    ends_at = done.blocks * spec.block_tokens
+    ends_at = end_block * spec.block_tokens
     saved_us = 0.0
     if request.prefill is not None and tokens:
         saved_us = request.prefill.prefill_us(ends_at, ends_at - tokens)
     return pb.LoadReport(
         lease_id=lease_id,
         blocks=blocks,
-        copy_us=(done.copy_ns - copied_before_ns) // 1_000,
         reason=convert.reason_to_wire(outcome),
         tokens=tokens,
         prefill_saved_us=saved_us,
@@ -415,10 +435,10 @@ def _view(
     reply: pb.AcquireReply = yield from granted(context, step)
     if not reply.lease_id:
         check_open(reply.reason)
-        return ViewLease(session, 0, _absence(reply))
+        return ViewLease(session, 0, absence(reply))
     kept = False
     try:
-        run = yield from _mapped_run(context, spec, session, binding, reply, len(keys))
+        run = yield from mapped_run(context, spec, session, binding, reply, len(keys))
         arrays = _blocks_of(run, reply.block_bytes)
         if run.unchanged() < run.blocks:
             raise CallFailed(Reason.GENERATION_CHANGED)
@@ -426,11 +446,11 @@ def _view(
     finally:
         if not kept:
             context.release(session, reply.lease_id, None)
-    reason = Reason.OK if run.blocks == len(keys) else _absence(reply)
+    reason = Reason.OK if run.blocks == len(keys) else absence(reply)
     return ViewLease(session, reply.lease_id, reason, "", arrays, run)
 
 
-def _blocks_of(run: _Run, block_bytes: int) -> list[Bytes]:
+def _blocks_of(run: Run, block_bytes: int) -> list[Bytes]:
     return [
         slots2d[slot, :block_bytes] for slots2d, slots in run.sources for slot in slots.tolist()
     ]

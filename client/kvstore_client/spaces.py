@@ -44,7 +44,17 @@ from kvstore_client.tolerance import TOLERANCES, Tolerance
 from kvstore_client.views import Views
 from kvstore_client.writes import PushRequest
 
-__all__ = ["SpaceCore", "TokensOrKeys"]
+__all__ = [
+    "Differences",
+    "KeysOrHit",
+    "SpaceCore",
+    "TokensOrKeys",
+    "check_request_id",
+    "check_wait_ms",
+    "no_steps",
+    "predicted_ms",
+    "then",
+]
 
 TokensOrKeys: TypeAlias = Tokens | Sequence[BlockKey] | Hit
 KeysOrHit: TypeAlias = Sequence[BlockKey] | Hit
@@ -111,7 +121,7 @@ class SpaceCore:
 
         def start(context: Context) -> Operation[Hit]:
             if not keys:
-                return _no_steps(failed(Reason.NOTHING_TO_DO, Reason.NOTHING_TO_DO.text, ()))
+                return no_steps(failed(Reason.NOTHING_TO_DO, Reason.NOTHING_TO_DO.text, ()))
             return calls.lookup(
                 self.spec,
                 keys,
@@ -135,7 +145,7 @@ class SpaceCore:
     ) -> Prepared[Fetched]:
         check_request_id(request_id)
         check_wait_ms(wait_ms)
-        keys, no_keys = self._keys_to_load(given)
+        keys, no_keys = self.keys_to_load(given)
         layout = self.spec.layout
         row_bytes = layout.part_bytes if part else layout.block_bytes
         if out is None:
@@ -154,8 +164,22 @@ class SpaceCore:
             all_or_nothing=bool(all_or_nothing),
             request_id=request_id,
             prefill=self.prefill.cost(),
-            predicted_ms=_predicted_ms(given),
+            predicted_ms=predicted_ms(given),
         )
+        fetched = self.fetched_by(request, out)
+
+        def start(context: Context) -> Operation[Fetched]:
+            if not keys:
+                return no_steps(fetched(reads.Copied(reason=no_keys)))
+            return then(reads.fetch(context, self.spec, request), fetched)
+
+        def failed(reason: Reason, detail: str, differences: Differences) -> Fetched:
+            return fetched(reads.Copied(reason=reason, detail=detail))
+
+        return Prepared(start, failed)
+
+    def fetched_by(self, request: FetchRequest, out: Any) -> Callable[[reads.Copied], Fetched]:
+        """Makes the result of a fetch that begins now."""
         begun_ns = time.perf_counter_ns()
 
         def fetched(done: reads.Copied) -> Fetched:
@@ -169,20 +193,12 @@ class SpaceCore:
                 total_ms=(time.perf_counter_ns() - begun_ns) / 1e6,
                 detail=done.detail,
                 load_ms=done.load_ns / 1e6,
-                predicted_ms=request.predicted_ms if 0 < len(keys) == done.blocks else 0.0,
+                predicted_ms=request.predicted_ms if 0 < len(request.keys) == done.blocks else 0.0,
             )
 
-        def start(context: Context) -> Operation[Fetched]:
-            if not keys:
-                return _no_steps(fetched(reads.Copied(reason=no_keys)))
-            return _then(reads.fetch(context, self.spec, request), fetched)
+        return fetched
 
-        def failed(reason: Reason, detail: str, differences: Differences) -> Fetched:
-            return fetched(reads.Copied(reason=reason, detail=detail))
-
-        return Prepared(start, failed)
-
-    def _keys_to_load(self, given: KeysOrHit) -> tuple[Sequence[BlockKey], Reason]:
+    def keys_to_load(self, given: KeysOrHit) -> tuple[Sequence[BlockKey], Reason]:
         """The keys to fetch; the reason is for the case that there are none."""
         if isinstance(given, Hit):
             if given.blocks and not given.keys_to_load:
@@ -198,13 +214,13 @@ class SpaceCore:
     def view(self, given: KeysOrHit, wait_ms: int, request_id: str) -> Prepared[Views]:
         check_request_id(request_id)
         check_wait_ms(wait_ms)
-        keys, no_keys = self._keys_to_load(given)
+        keys, no_keys = self.keys_to_load(given)
 
         def start(context: Context) -> Operation[Views]:
             if not keys:
-                return _no_steps(Views(None, None, no_keys, no_keys.text))
+                return no_steps(Views(None, None, no_keys, no_keys.text))
             leasing = reads.view(context, self.spec, keys, wait_ms=wait_ms, request_id=request_id)
-            return _then(
+            return then(
                 leasing, lambda lease: Views(lease, context.release, lease.reason, lease.detail)
             )
 
@@ -223,6 +239,31 @@ class SpaceCore:
         durable: bool,
         request_id: str,
     ) -> Prepared[Pushed]:
+        request = self.push_request(given, data, first_block, attempt, durable, request_id)
+
+        def start(context: Context) -> Operation[Pushed]:
+            if not request.offered:
+                return no_steps(_skipped(0, Reason.NOTHING_TO_DO, Reason.NOTHING_TO_DO.text))
+            if not self.writes_part:
+                why = "another rank holds the same bytes and writes them"
+                return no_steps(_skipped(request.offered, Reason.NOTHING_TO_DO, why))
+            return writes.push(context, self.spec, request)
+
+        def failed(reason: Reason, detail: str, differences: Differences) -> Pushed:
+            return _skipped(request.offered, reason, detail)
+
+        return Prepared(start, failed)
+
+    def push_request(
+        self,
+        given: TokensOrKeys,
+        data: Any,
+        first_block: int,
+        attempt: int,
+        durable: bool,
+        request_id: str,
+    ) -> PushRequest:
+        """What to push from where. BadRequest for arguments that cannot be."""
         check_request_id(request_id)
         keys, _ = self.chain(given)
         if len(set(keys)) < len(keys):
@@ -234,7 +275,7 @@ class SpaceCore:
             )
         if type(attempt) is not int or not 0 <= attempt <= ATTEMPT_MAX:
             raise BadRequest(Reason.BAD_SIZE, "attempt is an int from 0 to 2^64-1", "attempt")
-        request = PushRequest(
+        return PushRequest(
             keys=keys,
             fill=self._fill_from(data, first_block, len(keys)),
             first_block=first_block,
@@ -242,19 +283,6 @@ class SpaceCore:
             durable=bool(durable),
             request_id=request_id,
         )
-
-        def start(context: Context) -> Operation[Pushed]:
-            if not request.offered:
-                return _no_steps(_skipped(0, Reason.NOTHING_TO_DO, Reason.NOTHING_TO_DO.text))
-            if not self.writes_part:
-                why = "another rank holds the same bytes and writes them"
-                return _no_steps(_skipped(request.offered, Reason.NOTHING_TO_DO, why))
-            return writes.push(context, self.spec, request)
-
-        def failed(reason: Reason, detail: str, differences: Differences) -> Pushed:
-            return _skipped(request.offered, reason, detail)
-
-        return Prepared(start, failed)
 
     def _fill_from(self, data: Any, first_block: int, blocks: int) -> Fill:
         if callable(data) and not hasattr(data, "__array__"):
@@ -277,7 +305,7 @@ class SpaceCore:
         if checked is None:
             if _not_empty(keys):
                 raise BadRequest(Reason.BAD_KEY_LENGTH, "explain takes keys", "keys")
-            return Prepared(lambda context: _no_steps([]), None)
+            return Prepared(lambda context: no_steps([]), None)
         return Prepared(lambda context: calls.explain(self.spec, checked), None)
 
     # ---------------------------------------------------------------- evidence
@@ -330,7 +358,7 @@ class SpaceCore:
 
         def start(context: Context) -> Operation[Compared]:
             if first_block >= len(keys):
-                return _no_steps(Compared(0, 0, 0.0, None, Reason.NOTHING_TO_DO))
+                return no_steps(Compared(0, 0, 0.0, None, Reason.NOTHING_TO_DO))
             return audits.compare(context, self.spec, request)
 
         def failed(reason: Reason, detail: str, differences: Differences) -> Compared:
@@ -361,7 +389,7 @@ class SpaceCore:
         self.spec.layout.part_shape(0)
 
 
-def _predicted_ms(given: KeysOrHit) -> float:
+def predicted_ms(given: KeysOrHit) -> float:
     """What was predicted for loading all that the plan advises to load first; 0: nothing was."""
     if isinstance(given, Hit) and not given.plan.tail_blocks:
         return given.plan.load_ms
@@ -391,13 +419,15 @@ def _no_memory(blocks: int, row_bytes: int) -> Prepared[Fetched]:
     nothing = np.empty((0, row_bytes), np.uint8)
     detail = f"this process has no memory for {blocks} blocks of {row_bytes} bytes; give `out`"
     missed = Fetched(0, 0, nothing, Reason.NO_SPACE, detail=detail)
-    return Prepared(lambda context: _no_steps(missed), lambda reason, detail, _: missed)
+    return Prepared(lambda context: no_steps(missed), lambda reason, detail, _: missed)
 
 
-def _no_steps(result: Any) -> Operation[Any]:
+def no_steps(result: Any) -> Operation[Any]:
+    """An operation that has its result already."""
     yield from ()  # a generator that ends at once
     return result
 
 
-def _then(operation: Operation[Any], finish: Callable[[Any], Any]) -> Operation[Any]:
+def then(operation: Operation[Any], finish: Callable[[Any], Any]) -> Operation[Any]:
+    """The same with another result, made of its own."""
     return finish((yield from operation))

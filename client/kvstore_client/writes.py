@@ -47,7 +47,17 @@ from kvstore_client.steps import (
 )
 from kvstore_client.streams import Fill, RowsFill, upload_blocks
 
-__all__ = ["PushRequest", "push"]
+__all__ = [
+    "STAGING_PAUSES_MS",
+    "PushRequest",
+    "Tally",
+    "Window",
+    "asked_to_commit",
+    "push",
+    "reserve_request",
+    "waited",
+    "window_of",
+]
 
 STAGING_PAUSES_MS = (5, 10, 20)
 """A session's first push asks for memory that the daemon may have to take from blocks before it is
@@ -89,6 +99,17 @@ class Tally:
         """Blocks of commits that were made, whatever became of them."""
         return self.stored + self.waiting + self.failed
 
+    def add(self, done: pb.CommitReply, window: Window) -> None:
+        """What became of a window's blocks. Raises CallFailed for an answer that cannot be."""
+        if done.visible + done.waiting + done.failed > window.wanted.size:
+            raise CallFailed(Reason.INTERNAL, "more blocks were committed than reserved")
+        self.stored += done.visible
+        self.waiting += done.waiting
+        self.failed += done.failed
+        reason = Reason.from_wire(done.reason)
+        if reason is not Reason.OK:
+            self.reason = reason
+
     def pushed(self, offered: int) -> Pushed:
         """The result; blocks that another writer gave up meanwhile and we stored count once."""
         settled = self.committed
@@ -104,7 +125,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
+class Window:
     """What one reservation wants: indexes into its chain, and offsets in staging."""
 
     lease_id: int
@@ -164,7 +185,7 @@ def _push_chain(
     first_look = True
     pauses = iter(STAGING_PAUSES_MS)
     while first < len(chain):
-        message = _reserve_request(context, spec, session, binding, request, chain, first, start)
+        message = reserve_request(context, spec, session, binding, request, chain, first, start)
         message.since = tally.mark
         step = Rpc(session, "Reserve", message, pb.ReserveReply)
         reply: pb.ReserveReply = yield from granted(context, step)
@@ -176,7 +197,7 @@ def _push_chain(
             first_look = False
         tally.reason = Reason.from_wire(reply.reason)
         if not reply.lease_id:
-            if (yield from _waited(context, tally.reason, pauses)):
+            if (yield from waited(context, tally.reason, pauses)):
                 continue
             return
         first = yield from _fill_and_commit(
@@ -190,7 +211,7 @@ def _push_chain(
         return
 
 
-def _waited(context: Context, reason: Reason, pauses: Iterator[int]) -> Operation[bool]:
+def waited(context: Context, reason: Reason, pauses: Iterator[int]) -> Operation[bool]:
     """Whether to ask again for staging, now that some time has passed."""
     pause_ms = next(pauses, 0) if reason is Reason.STAGING_BUSY else 0
     if not 0 < pause_ms < context.deadline.left_ms():
@@ -199,7 +220,7 @@ def _waited(context: Context, reason: Reason, pauses: Iterator[int]) -> Operatio
     return True
 
 
-def _reserve_request(
+def reserve_request(
     context: Context,
     spec: SpaceSpec,
     session: Session,
@@ -209,6 +230,7 @@ def _reserve_request(
     first: int,
     start: int,
 ) -> pb.ReserveRequest:
+    """Asks for room for `chain` from `first` on; `start`: where it begins in the prompt."""
     return pb.ReserveRequest(
         session=session.secret,
         space_id=binding.space_id,
@@ -238,31 +260,32 @@ def _fill_and_commit(
     """One window; returns the first block after it. Whatever happens, the reservation ends."""
     committed = False
     try:
-        window = _window_of(spec, reply, first, count)
+        window = window_of(spec, reply, first, count)
         if window.wanted.size:
             yield from _fill_window(context, session, request, start, reply, window)
         elif not request.durable:
             raise CallFailed(Reason.INTERNAL, "a reservation of nothing")
-        commit = pb.CommitRequest(
-            session=session.secret,
-            lease_id=window.lease_id,
-            durable=request.durable,
-            request_id=request.request_id,
-        )
-        done: pb.CommitReply = yield Rpc(session, "Commit", commit, pb.CommitReply)
+        done = yield from asked_to_commit(session, request, window)
         committed = True
     finally:
         if not committed:
             context.release(session, reply.lease_id, None)
-    if done.visible + done.waiting + done.failed > window.wanted.size:
-        raise CallFailed(Reason.INTERNAL, "more blocks were committed than reserved")
-    tally.stored += done.visible
-    tally.waiting += done.waiting
-    tally.failed += done.failed
-    reason = Reason.from_wire(done.reason)
-    if reason is not Reason.OK:
-        tally.reason = reason
+    tally.add(done, window)
     return int(window.wanted[-1]) + 1 if window.wanted.size else count
+
+
+def asked_to_commit(
+    session: Session, request: PushRequest, window: Window
+) -> Operation[pb.CommitReply]:
+    """The call that publishes what a window holds."""
+    commit = pb.CommitRequest(
+        session=session.secret,
+        lease_id=window.lease_id,
+        durable=request.durable,
+        request_id=request.request_id,
+    )
+    done: pb.CommitReply = yield Rpc(session, "Commit", commit, pb.CommitReply)
+    return done
 
 
 def _fill_window(
@@ -271,7 +294,7 @@ def _fill_window(
     request: PushRequest,
     start: int,
     reply: pb.ReserveReply,
-    window: _Window,
+    window: Window,
 ) -> Operation[None]:
     staging: Staging = yield MapStaging(session, reply.staging_region_id)
     try:
@@ -284,7 +307,7 @@ def _fill_window(
         raise
 
 
-def _window_of(spec: SpaceSpec, reply: pb.ReserveReply, first: int, count: int) -> _Window:
+def window_of(spec: SpaceSpec, reply: pb.ReserveReply, first: int, count: int) -> Window:
     """Raises CallFailed unless the reservation is one that can be filled."""
     part_bytes = spec.layout.part_bytes
     sizes = len(reply.wanted) % 4 == 0 and len(reply.wanted) * 2 == len(reply.offsets)
@@ -292,13 +315,13 @@ def _window_of(spec: SpaceSpec, reply: pb.ReserveReply, first: int, count: int) 
         raise CallFailed(Reason.INTERNAL, "the reservation contradicts itself")
     wanted = convert.unpack_u32(reply.wanted)
     if not wanted.size:
-        return _Window(reply.lease_id, wanted, convert.unpack_u64(reply.offsets), part_bytes)
+        return Window(reply.lease_id, wanted, convert.unpack_u64(reply.offsets), part_bytes)
     if wanted[0] < first or wanted[-1] >= count or not (wanted[1:] > wanted[:-1]).all():
         raise CallFailed(Reason.INTERNAL, "the reservation wants blocks that were not offered")
-    return _Window(reply.lease_id, wanted, convert.unpack_u64(reply.offsets), part_bytes)
+    return Window(reply.lease_id, wanted, convert.unpack_u64(reply.offsets), part_bytes)
 
 
-def _fill(context: Context, staging: Staging, window: _Window, start: int, fill: Fill) -> None:
+def _fill(context: Context, staging: Staging, window: Window, start: int, fill: Fill) -> None:
     last = staging.total_bytes - window.part_bytes
     if int(window.offsets.max()) > last:
         raise CallFailed(Reason.INTERNAL, "the reservation is outside of the staging region")
@@ -348,7 +371,7 @@ def _push_streams(
     while at < len(absent):
         window = absent[at : at + step]
         end = window[-1] + 1
-        message = _reserve_request(
+        message = reserve_request(
             context, spec, session, binding, request, chain[:end], window[0], start
         )
         message.since = tally.mark
@@ -369,7 +392,7 @@ def _push_streams(
         check_open(reply.reason)
         tally.mark = tally.mark or reply.mark
         tally.reason = Reason.from_wire(reply.reason)
-        if not reply.stored and (yield from _waited(context, tally.reason, pauses)):
+        if not reply.stored and (yield from waited(context, tally.reason, pauses)):
             continue
         between = end - window[0] - len(window)
         if len(spec.layout.parts) == 1:

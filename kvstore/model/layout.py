@@ -159,6 +159,38 @@ class Layout:
             for side in self.sides:
                 yield (layer, side), self.piece(index, layer, side)
 
+    @property
+    def layers(self) -> int:
+        """Of all parts together."""
+        return self.pipeline_parallel * self.parts[0].layers
+
+    def layer_spans(self, layer: int, index: int | None = None) -> tuple[slice, ...]:
+        """Where the K and V of one layer lie: bytes within the block, one span for each part that
+        has the layer, in the order of the parts. With `index`: within this part alone, one span.
+
+        All spans have one length, and those of all layers cover what they are cut from. BadRequest
+        as for `piece`.
+        """
+        self._check_canonical()
+        if index is not None:
+            part = self.part(index)
+            return (self._layer_span(part, layer, part.offset),)
+        spans = tuple(
+            self._layer_span(part, layer, 0)
+            for part in self.parts
+            if part.first_layer <= layer < part.first_layer + part.layers
+        )
+        if not spans:
+            raise BadRequest(Reason.BAD_PART, f"layer {layer} is not one of {self.layers}")
+        return spans
+
+    def _layer_span(self, part: Part, layer: int, base: int) -> slice:
+        if not part.first_layer <= layer < part.first_layer + part.layers:
+            raise BadRequest(Reason.BAD_PART, f"layer {layer} is not in part {part.index}")
+        length = part.length // part.layers
+        first = part.offset - base + (layer - part.first_layer) * length
+        return slice(first, first + length)
+
     def _check_canonical(self) -> None:
         if self.element_order not in CANONICAL_ORDERS:
             raise BadRequest(

@@ -244,3 +244,55 @@ def test_in_halves_raises_what_either_half_raises() -> None:
         for bad in (0, 8):
             with pytest.raises(ValueError, match=str(bad)):
                 gather.in_halves(work, range(9), executor)
+
+
+@given(
+    places=PLACES,
+    spans=st.sampled_from([[(0, 32)], [(32, 64)], [(5, 21)], [(0, 16), (40, 56)], [(0, SLOT)]]),
+    spare=st.integers(0, 2),
+    form=st.sampled_from(["rows", "strided", "transposed"]),
+)
+def test_pieces_of_blocks_land_where_an_array_has_them(
+    places: list[tuple[int, int]], spans: list[tuple[int, int]], spare: int, form: str
+) -> None:
+    length, rows = spans[0][1] - spans[0][0], len(places) + spare
+    out: NDArray[Any]
+    if form == "rows":
+        out = np.full((rows, len(spans) * length), UNTOUCHED, np.uint8)
+    elif form == "strided":
+        out = np.full((rows, len(spans), length * 2), UNTOUCHED, np.uint8)[:, :, :length]
+    else:
+        whole = np.full((len(spans), length // 2, rows), 0xEEEE, np.uint16)
+        out = whole.transpose(2, 0, 1) if not length % 2 else whole
+    if form == "transposed" and length % 2:
+        return  # no whole elements
+    copied = gather.copy_pieces(
+        sources_of(places), [slice(*span) for span in spans], out, first_row=spare
+    )
+    assert copied == len(places)
+    got = np.ascontiguousarray(out).reshape(-1).view(np.uint8).reshape(rows, len(spans) * length)
+    for row, (region, slot) in enumerate(places, spare):
+        expected = [REGIONS[region][slot, first:end] for first, end in spans]
+        assert np.array_equal(got[row], np.concatenate(expected))
+    assert (got[:spare] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize(
+    ("spans", "shape"),
+    [
+        ([(0, 32)], (2, 31)),  # rows of another size
+        ([(0, 32)], (1, 32)),  # too few
+        ([(80, 112)], (2, 32)),  # behind the slot
+        ([(0, 16), (16, 48)], (2, 48)),  # spans of two lengths
+    ],
+)
+def test_pieces_that_do_not_fit_copy_nothing(
+    spans: list[tuple[int, int]], shape: tuple[int, int]
+) -> None:
+    out = np.full(shape, UNTOUCHED, np.uint8)
+    pieces = [slice(*span) for span in spans]
+    with pytest.raises(ValueError, match=r"span|row|fit"):
+        gather.copy_pieces([(REGIONS[1], [0, 1])], pieces, out)
+    with pytest.raises(ValueError, match="slot id"):
+        gather.copy_pieces([(REGIONS[1], [4])], [slice(0, 32)], np.zeros((1, 32), np.uint8))
+    assert (out == UNTOUCHED).all()

@@ -215,3 +215,38 @@ def test_parts_that_do_not_exist_are_refused() -> None:
         lambda: latent().piece(0, 0, "K"),
     ):
         assert refused(call).reason is Reason.BAD_PART
+
+
+@pytest.mark.parametrize(
+    "layout", [heads(), heads(tp=2, pp=2), heads(tp=16), latent(), latent(tp=2, pp=2)]
+)
+def test_the_spans_of_all_layers_cover_the_block_exactly(layout: Layout) -> None:
+    hits = np.zeros(layout.block_bytes, np.int64)
+    for layer in range(layout.layers):
+        spans = layout.layer_spans(layer)
+        assert len(spans) == layout.head_shards
+        assert len({span.stop - span.start for span in spans}) == 1
+        for span in spans:
+            hits[span] += 1
+    assert (hits == 1).all()
+
+
+def test_the_span_of_a_layer_is_its_pieces_one_after_the_other() -> None:
+    layout = heads(tp=2, pp=2)
+    for part in layout.parts:
+        for layer in range(part.first_layer, part.first_layer + part.layers):
+            (span,) = layout.layer_spans(layer, part.index)
+            keys, values = (layout.piece(part.index, layer, side) for side in layout.sides)
+            assert (span.start, span.stop) == (keys.offset, values.offset + values.length)
+            inside = slice(span.start + part.offset, span.stop + part.offset)
+            assert inside in layout.layer_spans(layer)
+
+
+def test_layers_that_do_not_exist_have_no_span() -> None:
+    layout = heads(pp=2)
+    assert refused(layout.layer_spans, 4).reason is Reason.BAD_PART
+    assert refused(layout.layer_spans, -1).reason is Reason.BAD_PART
+    assert refused(layout.layer_spans, 3, 0).reason is Reason.BAD_PART
+    assert refused(layout.layer_spans, 0, 2).reason is Reason.BAD_PART
+    own = heads(element_order="engine/1")
+    assert refused(own.layer_spans, 0).reason is Reason.NOT_SUPPORTED
