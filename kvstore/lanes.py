@@ -10,6 +10,10 @@ from concurrent.futures import Executor
 
 from kvstore.core.effects import Copy, Forget
 
+TURN_BYTES_MAX = 4 << 20
+"""A worker takes so much at a time: what is submitted meanwhile waits about two milliseconds."""
+TURN_COPIES_MAX = 64
+
 
 class Task:
     """A copy or a forgetting, and those that wait for it."""
@@ -37,8 +41,8 @@ class Lane:
         executor: Executor,
         workers: int,
         *,
-        bytes_max: int,
-        copies_max: int,
+        bytes_max: int = TURN_BYTES_MAX,
+        copies_max: int = TURN_COPIES_MAX,
     ) -> None:
         self.executor = executor
         self.workers = workers

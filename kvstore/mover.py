@@ -48,9 +48,6 @@ COUNTED = frozenset({Reason.MISS_EVICTED, Reason.DECLINED_GUARD})
 that stops, which is told once, refuses all that are out at once, which may be thousands.
 """
 
-TURN_BYTES_MAX = 4 << 20
-"""A worker takes so much at a time: what is submitted meanwhile waits about two milliseconds."""
-TURN_COPIES_MAX = 64
 READ_BYTES_MAX = 1 << 20
 """A reader takes so much at a time: what came is answered for while the device reads on, and no
 reader has several blocks left when the others have none.
@@ -126,20 +123,12 @@ class Mover:
         self._on_done = on_done
         self._remotes = dict(remotes or {})
         self._memory: dict[int, RegionMemory] = {**self._pools, **self._remotes}
-        self._pool_lane = Lane(
-            executor, workers, bytes_max=TURN_BYTES_MAX, copies_max=TURN_COPIES_MAX
-        )
+        self._pool_lane = Lane(executor, workers)
         self._cross_lane = Lane(
-            remote_executor or executor,
-            CROSS_WORKERS,
-            bytes_max=CROSS_BYTES_MAX,
-            copies_max=TURN_COPIES_MAX,
+            remote_executor or executor, CROSS_WORKERS, bytes_max=CROSS_BYTES_MAX
         )
         self._read_lane = Lane(
-            archive_executor or executor,
-            archive_readers,
-            bytes_max=READ_BYTES_MAX,
-            copies_max=TURN_COPIES_MAX,
+            archive_executor or executor, archive_readers, bytes_max=READ_BYTES_MAX
         )
         self._write_lane = Lane(
             archive_executor or executor, 1, bytes_max=SAVE_BYTES_MAX, copies_max=SAVES_MAX

@@ -139,7 +139,8 @@ def _narrow(jitter: Jitter) -> None:
     jitter.replace(mover, "SAVE_BYTES_MAX", chance.choice((1, 64 << 10, 64 << 20)))
     jitter.replace(tier, "WRITE_THREADS", chance.choice((2, 3, 6)))
     jitter.replace(tier, "TEND_EVERY_S", chance.choice((0.005, 0.05)))
-    mover._Lane.__init__.__kwdefaults__["copies_max"] = chance.choice((1, 2, 64))
+    lanes = importlib.import_module("kvstore.lanes")
+    lanes.Lane.__init__.__kwdefaults__["copies_max"] = chance.choice((1, 2, 64))
     limits = {
         "copies_in_flight_max": chance.choice((1, 2, 16)),
         "copies_in_flight_bytes": chance.choice((1, 64 << 20)),

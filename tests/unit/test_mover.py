@@ -18,6 +18,7 @@ from hypothesis import given
 
 from kvstore import gather, shm
 from kvstore.core.effects import Copy, Forget
+from kvstore.lanes import TURN_BYTES_MAX
 from kvstore.model.reasons import BlockCorrupt, KVStoreError, Reason
 from kvstore.model.values import STAGING, Place, Region
 from kvstore.mover import (
@@ -25,7 +26,6 @@ from kvstore.mover import (
     SAVE_BYTES_MAX,
     SAVES_MAX,
     STALL_NS,
-    TURN_BYTES_MAX,
     UNHASHED,
     Completion,
     Mover,
