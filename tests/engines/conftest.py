@@ -28,14 +28,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_model(folder: Path, seed: int) -> None:
-    """In a process of its own: the weights have to be older than the engine."""
+def write_model(folder: Path, seed: int, kind: str = "llama") -> None:
+    """See tests.engines.models. In a process of its own, as this one has no need of torch."""
     with Path(os.devnull).open("r+b") as nothing:
         number = nothing.fileno()
         child = fork(
             "tests.engines.models",
             str(folder),
             str(seed),
+            kind,
             environ=os.environ,
             stdin=number,
             stdout=number,
@@ -46,11 +47,16 @@ def write_model(folder: Path, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
-    """`engines(model, target=...)` starts one; what is left is killed at the end."""
+    """`engines(model, target=...)` starts one; what is left is killed at the end.
+
+    In float32: how an engine batches depends on when the store answers, and bfloat16 rounds so
+    coarsely that other batches make other tokens, with and without a store.
+    """
     folder = tmp_path_factory.mktemp("engines")
     made: list[Engine] = []
 
     def start(model: Path, **arguments: Any) -> Engine:
+        arguments = {"dtype": "float32", **arguments}
         engine = Engine(model, log=folder / f"engine{len(made)}.log", **arguments)
         made.append(engine)
         return engine

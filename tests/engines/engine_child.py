@@ -1,6 +1,7 @@
 """One vLLM engine as a process that obeys lines of JSON on its standard input.
 
     {"prompts": [[ids], ...], "max_tokens": n, "salt": s}  ->  {"tokens": ..., "cached": ..., ...}
+        further: "logprobs": how many of each token; "adapter": [name, number, path]
     {"keys": [ids], "salt": s}  ->  the store's keys of its whole blocks, in hexadecimal
     {"metrics": prefix}  ->  vLLM's own counters whose names begin so; needs disable_log_stats False
     {"reset": true}  ->  vLLM's own caches are emptied, the connector's included if "connector"
@@ -79,20 +80,37 @@ def generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
         ignore_eos=True,
         detokenize=False,
         extra_args=command.get("extra_args"),
+        logprobs=command.get("logprobs"),
     )
     prompts: list[dict[str, Any]] = [{"prompt_token_ids": ids} for ids in command["prompts"]]
     for prompt in prompts:
         if command.get("salt"):
             prompt["cache_salt"] = command["salt"]
     begun = time.monotonic()
-    outputs = llm.generate(prompts, parameters, use_tqdm=False)
+    outputs = llm.generate(prompts, parameters, use_tqdm=False, lora_request=_adapter(command))
     return {
+        "ids": [output.request_id for output in outputs],
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "finish": [output.outputs[0].finish_reason for output in outputs],
         "cached": [int(output.num_cached_tokens or 0) for output in outputs],
+        "logprobs": [_logprobs(output) for output in outputs],
         "first_s": [_first_token_s(output) for output in outputs],
         "s": time.monotonic() - begun,
     }
+
+
+def _adapter(command: dict[str, Any]) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(*command["adapter"]) if "adapter" in command else None
+
+
+def _logprobs(output: Any) -> list[list[float]]:
+    """Of each token that was made: what was asked for, best first."""
+    return [
+        sorted((found.logprob for found in token.values()), reverse=True)
+        for token in output.outputs[0].logprobs or ()
+    ]
 
 
 def _first_token_s(output: Any) -> float | None:

@@ -23,9 +23,13 @@ from tests.daemon import Daemon, _python_path
 from tests.engines.engine_child import MARK, QUIET
 from tests.engines.models import VOCABULARY
 from tests.engines.nursery import fork
+from tests.rawclient import RawAdmin
 
 START_S = 300.0
 ANSWER_S = 180.0
+STORED_S = 60.0
+PATIENT = {"lookup_deadline_ms": 20_000, "load_deadline_ms": 60_000, "store_deadline_ms": 60_000}
+"""So that a busy machine does not decide what is restored. Not for outages."""
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 300
 STORED_TOKENS = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
@@ -84,6 +88,32 @@ def operator(daemon: Daemon, *command: str, stdin: str = "") -> dict[str, Any]:
     return printed
 
 
+def stored_blocks(daemon: Daemon) -> int:
+    """In all spaces."""
+    with RawAdmin(daemon.admin_socket) as admin:
+        return sum(int(space.blocks) for space in admin.call("Spaces").spaces)
+
+
+def until_stored(engine: Engine, daemon: Daemon, blocks: int) -> None:
+    """Until the daemon has at least so many. What a request has computed last vLLM hands over in a
+    later step, so that further ones are made, of a prompt that is too short to be stored.
+    """
+    end = time.monotonic() + STORED_S
+    while stored_blocks(daemon) < blocks:
+        assert time.monotonic() < end, (
+            f"{stored_blocks(daemon)} of {blocks}:\n{engine.log()[-3000:]}"
+        )
+        engine.generate(prompts(1, seed=0, length=BLOCK_TOKENS // 4), max_tokens=4)
+
+
+def until_in_use(engine: Engine, daemon: Daemon) -> None:
+    """Until what the engine computes is stored (again), tried with one new prompt after another."""
+    end, before = time.monotonic() + STORED_S, stored_blocks(daemon)
+    while stored_blocks(daemon) <= before:
+        assert time.monotonic() < end, f"not in use after {STORED_S} s:\n{engine.log()[-3000:]}"
+        engine.generate(prompts(1, seed=secrets.randbits(32), length=2 * BLOCK_TOKENS))
+
+
 class Engine:
     """One engine process. `target` None: without a store. `tier`: options of the tier. `extra`:
     settings of vLLM's connector, which there is without a target only if there are any.
@@ -100,7 +130,7 @@ class Engine:
         environ: dict[str, str] | None = None,
         **arguments: Any,
     ) -> None:
-        entry = None if target is None else kvstore_tier(target, **(tier or {}))
+        entry = None if target is None else kvstore_tier(target, **{**PATIENT, **(tier or {})})
         self.engine_id = f"test-{secrets.token_hex(8)}"
         self._log = log
         environment = {**os.environ, **QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -158,6 +188,10 @@ class Engine:
                 raise EngineDied(f"the engine ended:\n{self.log()[-4000:]}")
             self._seen += piece
 
+    def has_answered(self) -> bool:
+        """Something that `receive` has not taken yet."""
+        return bool(select.select([self._stdout], [], [], 0)[0])
+
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int = 32, **more: Any
     ) -> dict[str, Any]:
@@ -165,6 +199,26 @@ class Engine:
         self.wait_up()
         self.send({"prompts": prompts, "max_tokens": max_tokens, **more})
         return self.receive()
+
+    def keys(self, prompt: Sequence[int], salt: str = "") -> list[str]:
+        """The store's keys of a prompt's whole blocks, in hexadecimal."""
+        self.wait_up()
+        self.send({"keys": prompt, "salt": salt})
+        keys: list[str] = self.receive()["keys"]
+        return keys
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """See `engine_child.metrics`."""
+        self.wait_up()
+        self.send({"metrics": prefix})
+        metrics: dict[str, float] = self.receive()["metrics"]
+        return metrics
+
+    def reset(self, *, connector: bool) -> None:
+        """vLLM's own prefix cache forgets all, and the connector too if it is to."""
+        self.wait_up()
+        self.send({"reset": True, "connector": connector})
+        assert self.receive()["reset"]
 
     def log(self) -> str:
         """What this engine has written."""
