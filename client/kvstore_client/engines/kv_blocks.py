@@ -31,8 +31,10 @@ __all__ = [
     "BlockShape",
     "DroppedTokensError",
     "UnsupportedCacheError",
+    "bits_of",
     "cut_blocks",
     "first_kept_token",
+    "place_layer",
     "rebuild_cache",
 ]
 
@@ -190,18 +192,19 @@ def rebuild_cache(
     sources = [_as_block(buffer, shape) for buffer in _split(buffers, shape)]
     tokens = len(sources) * block_tokens
     whole = torch.empty((shape.layers, 2, shape.kv_heads, tokens, shape.head_size), dtype=dtype)
-    bits = _bits(whole)
+    bits = bits_of(whole)
     for index, source in enumerate(sources):
         bits[:, :, :, index * block_tokens : (index + 1) * block_tokens] = source
     cache = DynamicCache(config=model_config)
     if tokens:
         whole = whole.to(device)
         for index, layer in enumerate(_layers(cache)):
-            _fill(layer, whole[index, 0][None], whole[index, 1][None])
+            place_layer(layer, whole[index, 0][None], whole[index, 1][None])
     return cache
 
 
-def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+def place_layer(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Gives an empty layer its K and V, `[1, kv_heads, tokens, head_size]` each, without a copy."""
     if type(layer) is DynamicSlidingWindowLayer:
         layer.update(keys, values)  # keeps what the window leaves, and counts the rest
         return
@@ -256,12 +259,12 @@ def _rows_from(layer: Any, start_token: int) -> tuple[npt.NDArray[Any], npt.NDAr
         raise UnsupportedCacheError(f"the cache holds a batch of {keys.shape[0]}, not of 1")
     first = start_token - _dropped_tokens(layer)
     return (
-        _bits(keys[0, :, first:].detach().to("cpu")),
-        _bits(values[0, :, first:].detach().to("cpu")),
+        bits_of(keys[0, :, first:].detach().to("cpu")),
+        bits_of(values[0, :, first:].detach().to("cpu")),
     )
 
 
-def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
+def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """A numpy view of a CPU tensor's bits, sharing its memory, in the same shape."""
     integer, _ = _BITS[tensor.dtype.itemsize]
     view: npt.NDArray[Any] = tensor.view(integer).numpy()

@@ -6,7 +6,7 @@ not believed to be what the engine has loaded. After the engine's weights may ha
 (`reset`), the digest of files says nothing any more: blocks are held again, under another epoch.
 What is held is of this object alone, whatever a person approves of another (`unnamed_weights`).
 
-Used by the engine adapters, whose `AsyncTier` asks for the space before each call.
+Used by the engine adapters, whose `AsyncTier` or `PageStore` asks for the space before each call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore_client.client import Client, Space
 from kvstore_client.engines.unnamed_weights import new_mark, offer_of
 from kvstore_client.weights import WeightsDigest, WeightsError, weight_files
 
-__all__ = ["ModelSpaces", "changed_files", "process_start_ns"]
+__all__ = ["ModelSpaces", "changed_files", "doubt_of", "process_start_ns"]
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,16 @@ def changed_files(source: Path, since_ns: int) -> Sequence[str]:
         return [path.name for path in weight_files(source) if path.stat().st_ctime_ns > since_ns]
     except (OSError, WeightsError):
         return [str(source)]
+
+
+def doubt_of(folder: Path) -> str:
+    """Why the files in the folder may not be the weights that this engine has loaded; "" if
+    nothing speaks against it.
+    """
+    changed = changed_files(folder, process_start_ns())
+    if not changed:
+        return ""
+    return f"{', '.join(changed)} changed after the engine had begun to start"
 
 
 def process_start_ns() -> int:

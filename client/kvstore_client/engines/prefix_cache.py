@@ -26,6 +26,8 @@ from kvstore.model.cost import PrefillCost
 from kvstore.model.fingerprint import Fingerprint
 from kvstore.model.keys import BlockKey
 from kvstore.model.layout import layout_of
+from kvstore.model.reasons import Reason
+from kvstore_client.engines.arriving import Arrival, begin_arrival, can_arrive
 from kvstore_client.engines.kv_blocks import BlockCutter, UnsupportedCacheError, rebuild_cache
 from kvstore_client.engines.unnamed_weights import new_mark, offer_of
 
@@ -51,6 +53,8 @@ class Restored:
     """What `restore` found. `cache` is None (and `tokens` 0) on a miss; `hit` says why.
 
     `fetch_ms`: request, lease and copy out of the store; `rebuild_ms`: making the cache of it.
+    `arrival`: of a cache that is restored layer by layer: `fetch_ms` is then until the lease, and
+    `arrival.result()` has what `fetched` has otherwise.
     """
 
     cache: DynamicCache | None
@@ -61,6 +65,7 @@ class Restored:
     fetch_ms: float = 0.0
     rebuild_ms: float = 0.0
     fetched: Fetched | None = None
+    arrival: Arrival | None = None
 
     @property
     def load_ms(self) -> float:
@@ -117,9 +122,15 @@ class PrefixCache:
         self._complete_fingerprint()
         return offer_of(self._fingerprint, self._mark)
 
-    def restore(self, token_ids: Sequence[int], *, request_id: str = "") -> Restored:
+    def restore(
+        self, token_ids: Sequence[int], *, request_id: str = "", layerwise: bool = False
+    ) -> Restored:
         """A cache of the longest stored prefix of `token_ids`, at least one token short of all.
         None for a prompt that the daemon wants audited: it is computed, and `save` compares.
+
+        layerwise: the cache is returned when its blocks are leased, and each layer is waited for
+        when the model reads it: see `engines.arriving`. Pass it to `generate`, which begins anew if
+        the store loses the rest. Models that this is not for are restored whole.
 
         Never raises because of the store.
         """
@@ -139,6 +150,8 @@ class PrefixCache:
             if len(self._audits) > AUDITS_MAX:
                 self._audits.popitem(last=False)
             return Restored(None, 0, hit, _AUDITED)
+        if layerwise and can_arrive(self._model):
+            return self._begin(hit, blocks, begun, request_id)
         rows = self._rows_for(blocks)
         fetched = self._space.fetch(keys[:blocks], rows, request_id=request_id)
         fetched_at = self._clock_ns()
@@ -160,6 +173,21 @@ class PrefixCache:
             fetch_ms=(fetched_at - begun) / 1e6,
             rebuild_ms=(self._clock_ns() - fetched_at) / 1e6,
             fetched=fetched,
+        )
+
+    def _begin(self, hit: Hit, blocks: int, begun: int, request_id: str) -> Restored:
+        """A cache whose layers are on their way."""
+        arrival = begin_arrival(self._space, self._model, hit.keys[:blocks], request_id=request_id)
+        if isinstance(arrival, Reason):
+            return Restored(None, 0, hit, arrival.name)
+        return Restored(
+            cache=arrival.cache(),
+            tokens=arrival.tokens,
+            hit=hit,
+            why=hit.reason.name,
+            size_bytes=arrival.fetch.blocks * self._space.block_bytes,
+            fetch_ms=(self._clock_ns() - begun) / 1e6,
+            arrival=arrival,
         )
 
     def save(
@@ -216,11 +244,13 @@ class PrefixCache:
         """
         if restored.hit is None:
             return False
+        arrival = restored.arrival
         return self._space.report(
             restored.hit,
-            restored.fetched,
+            restored.fetched if arrival is None else arrival.result(),
             first_token_ms=restored.load_ms + made.first_token_ns / 1e6,
-            prefill_ms=made.first_token_ns / 1e6,
+            # With layers that were waited for it is not the time of computing alone.
+            prefill_ms=made.first_token_ns / 1e6 if arrival is None else 0.0,
             computed_tokens=prompt_tokens - restored.tokens,
             prompt_tokens=prompt_tokens,
             request_id=request_id,

@@ -33,6 +33,7 @@ from kvstore.model.fingerprint import (
     attention_kind,
 )
 from kvstore_client.effective_config import effective_config_digest
+from kvstore_client.engines.arriving import LayersLostError
 from kvstore_client.engines.kv_blocks import (
     ELEMENT_ORDER,
     BlockCutter,
@@ -53,6 +54,7 @@ __all__ = [
     "BlockShape",
     "DroppedTokensError",
     "Generation",
+    "LayersLostError",
     "UnsupportedCacheError",
     "cut_blocks",
     "fingerprint_of",
@@ -167,7 +169,9 @@ def generate(
     """Greedy continuation of `input_ids`, of which `cache` (changed in place) holds the first
     tokens.
 
-    At least one token of the prompt must be left to compute; `cache` None computes them all.
+    At least one token of the prompt must be left to compute; `cache` None computes them all. One
+    whose layers are still on their way is waited for layer by layer; if the store loses some, it
+    begins anew with those blocks that are there in all layers.
     """
     begun_ns = clock_ns()
     if max_new_tokens < 1:
@@ -177,7 +181,12 @@ def generate(
     if held >= len(input_ids):
         raise ValueError(f"the cache holds {held} tokens of {len(input_ids)}: leave one to compute")
     forward = _forward(model)
-    logits = forward(list(input_ids[held:]), cache)
+    try:
+        logits = forward(list(input_ids[held:]), cache)
+    except LayersLostError as lost:
+        salvaged = lost.arrival.salvage()
+        cache = salvaged if salvaged is not None else DynamicCache(config=model.config)
+        logits = forward(list(input_ids[int(cache.get_seq_length()) :]), cache)
     first_logits = logits
     made: list[int] = [int(logits.argmax())]
     first_token_ns = clock_ns() - begun_ns

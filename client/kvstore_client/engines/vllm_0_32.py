@@ -22,7 +22,8 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
-from kvstore_client.engines.vllm_facts import Facts, Refused
+from kvstore_client.engines.refused import Refused
+from kvstore_client.engines.vllm_facts import Facts
 
 __all__ = ["facts_of"]
 

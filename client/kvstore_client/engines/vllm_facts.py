@@ -29,10 +29,10 @@ from kvstore.model.keys import BlockKey, chain_digests
 from kvstore.model.layout import layout_of
 from kvstore.model.reasons import BadRequest
 from kvstore_client.effective_config import effective_config_digest
+from kvstore_client.engines.refused import Refused
 
 __all__ = [
     "Facts",
-    "Refused",
     "fingerprint_of",
     "key_of",
     "refusal",
@@ -61,10 +61,6 @@ FOLDER_FORMATS: Final = frozenset(
 """Load formats that read the weight files of the model's folder as they are."""
 GGUF: Final = "gguf"
 """Of a commit's files in this format one is loaded, and the commit does not tell which."""
-
-
-class Refused(ValueError):
-    """This engine's KV cannot be stored; the message says why and what to change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@
 Promises: the scheduler's thread never copies and never waits here, but in `drain_jobs` and
 `shutdown`, as vLLM wants it; nothing is raised into vLLM, whatever the daemon does: a tier that
 cannot work says why in the log and answers that it has nothing. Options are those of
-`vllm_options`; see deploy/docs/vllm.md.
+`options`; see deploy/docs/vllm.md.
 
 Imports vLLM: `import kvstore_client` does not import this module.
 """
@@ -42,16 +42,16 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvstore.model.reasons import KVStoreError
 from kvstore_client.engines.async_tier import Answer, AsyncTier, Deadlines, Finished
-from kvstore_client.engines.model_spaces import ModelSpaces, changed_files, process_start_ns
+from kvstore_client.engines.model_spaces import ModelSpaces, doubt_of
+from kvstore_client.engines.options import Options
+from kvstore_client.engines.refused import Refused
 from kvstore_client.engines.vllm_facts import (
     Facts,
-    Refused,
     fingerprint_of,
     key_of,
     weights_folder,
     why_unnamed,
 )
-from kvstore_client.engines.vllm_options import Options
 from kvstore_client.weights import WeightsDigest
 
 __all__ = ["VERSIONS", "KVStoreTier"]
@@ -146,7 +146,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
             options.client(str(spec.config.engine_id)),
             fingerprint,
             weights=WeightsDigest(folder) if unknown and folder is not None else None,
-            doubt=lambda: "" if folder is None else _doubt(folder),
+            doubt=lambda: "" if folder is None else doubt_of(folder),
         )
         log.info(
             "kvstore at %s for %s: %d rows of %d bytes",
@@ -271,14 +271,6 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         for outcome, number in counted.items():
             stats.increase_counter(METRIC, number, (outcome,))
         return stats
-
-
-def _doubt(folder: Any) -> str:
-    """Why the files in the folder may not be the weights that this engine has loaded."""
-    changed = changed_files(folder, process_start_ns())
-    if not changed:
-        return ""
-    return f"{', '.join(changed)} changed after the engine had begun to start"
 
 
 def _until(chain: list[bytes], keys: Collection[bytes]) -> list[bytes]:

@@ -19,15 +19,15 @@ from kvstore.model.reasons import KVStoreError
 from kvstore_client import Client
 from kvstore_client.engines.async_tier import OUTCOMES
 from kvstore_client.engines.model_spaces import ModelSpaces, changed_files, process_start_ns
+from kvstore_client.engines.options import Options
+from kvstore_client.engines.refused import Refused
 from kvstore_client.engines.vllm_facts import (
     Facts,
-    Refused,
     fingerprint_of,
     refusal,
     weights_folder,
     why_unnamed,
 )
-from kvstore_client.engines.vllm_options import Options
 from kvstore_client.testing import FakeStore
 from kvstore_client.weights import DigestMemory, WeightsDigest
 from tests.client_kit import model

@@ -1,4 +1,4 @@
-"""What an entry of vLLM's `secondary_tiers` may say to the store's tier. Imports no vLLM."""
+"""What an engine's configuration may say to the store's adapter in it. Imports no engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.model.cost import PrefillCost
 from kvstore_client.client import Client
 from kvstore_client.config import ClientConfig
 from kvstore_client.engines.async_tier import Deadlines
-from kvstore_client.engines.vllm_facts import Refused
+from kvstore_client.engines.refused import Refused
 
 __all__ = ["Options"]
 
@@ -20,7 +20,7 @@ ENGINE_ID_CHARACTERS_MAX: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What an entry of `secondary_tiers` may say besides type and module_path.
+    """What it may say besides what the engine itself needs to load the adapter.
 
     target: the daemon's data socket; or "tcp://host:port" with the tls_* files and the token.
     model_name: as shown by the daemon; engines that share have one name. Default: the hub's id, or
@@ -28,8 +28,9 @@ class Options:
     weights_revision: what names the weights, vouched for by you. Default: the hub's commit, or a
         digest of the files, computed in the background.
     weight_epoch: of weights that are updated in place; see `kvstore epoch`.
-    lookup_deadline_ms, load_deadline_ms, store_deadline_ms: from when vLLM asked for it.
-    durable: a chunk counts as stored when the daemon's disk has it; vLLM keeps its row until then.
+    lookup_deadline_ms, load_deadline_ms, store_deadline_ms: from when the engine asked for it.
+    durable: a block counts as stored when the daemon's disk has it; until then the engine keeps its
+        memory.
     prefill_us_per_token, prefill_us_per_token2: cost of computing n tokens, a*n + b*n^2: what is
         slower to load is not loaded. Default: unknown, everything is loaded.
     """
