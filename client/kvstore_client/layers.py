@@ -69,7 +69,7 @@ class LayerCopying:
         self._result: Fetched | None = None
         self._future: Future[None] | None = None
         self._stopped = False
-        self._listeners: set[Callable[[], None]] = set()
+        self._listeners: set[Callable[[], object]] = set()
         self._pid = os.getpid()
 
     def start(self) -> None:
@@ -203,12 +203,12 @@ class LayerCopying:
             assert self._result is not None
             return self._result
 
-    def listen(self, heard: Callable[[], None]) -> None:
+    def listen(self, heard: Callable[[], object]) -> None:
         """Has `heard` called after each change, in the copying thread, until `unlisten`."""
         with self._changed:
             self._listeners.add(heard)
 
-    def unlisten(self, heard: Callable[[], None]) -> None:
+    def unlisten(self, heard: Callable[[], object]) -> None:
         with self._changed:
             self._listeners.discard(heard)
 

@@ -77,11 +77,11 @@ class Arrival:
         return cache
 
 
-class ArrivingLayer(DynamicLayer):  # type: ignore[misc,unused-ignore]
+class ArrivingLayer(DynamicLayer):  # type: ignore[misc,no-untyped-call,unused-ignore]
     """A layer that waits for its keys and values when they are read, and then is a DynamicLayer."""
 
     def __init__(self, arrival: Arrival, number: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
         self._arrival = arrival
         self._number = number
         kv = arrival.whole[number, :, None]
