@@ -70,8 +70,9 @@ class Arena:
         spec: TierSpec,
         tenants: list[TenantSpec],
         limits: CoreLimits,
-        policy: Callable[[], EvictionPolicy[Slot]],
+        policy: Callable[[str, int], EvictionPolicy[Slot]],
     ) -> None:
+        """policy: makes that of a pool, by its tenant and slot size."""
         self.tier = tier
         self.spec = spec
         self.limits = limits
@@ -128,7 +129,7 @@ class Arena:
         slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
         pool = self.pools.get((tenant, slot_bytes))
         if pool is None:
-            pool = Pool(self.tier, tenant, slot_bytes, self._policy)
+            pool = Pool(self.tier, tenant, slot_bytes, self._policy(tenant, slot_bytes))
             self.pools[tenant, slot_bytes] = pool
         return pool
 

@@ -54,11 +54,13 @@ class Books:
         self.tiers = tuple(tiers)
         self.tenants = {tenant.name: tenant for tenant in tenants}
         self.arenas: list[Arena | None] = [
-            Arena(index, spec, list(tenants), limits, policy)
+            Arena(index, spec, list(tenants), limits, self._policy)
             if spec.kind is TierKind.POOL
             else None
             for index, spec in enumerate(tiers)
         ]
+        self._make_policy = policy
+        self._policies: dict[tuple[str, int], EvictionPolicy[Slot]] = {}
         pools = [arena for arena in self.arenas if arena is not None]
         self.pools = pools
         self.ingest = next(arena for arena in pools if arena.spec.ingest)
@@ -88,6 +90,15 @@ class Books:
         self.spared = 0
         self.draining = False
         self._ids: Counter[str] = Counter()
+
+    def _policy(self, tenant: str, slot_bytes: int) -> EvictionPolicy[Slot]:
+        """Of a new pool. A tenant's blocks of one size are the same in all tiers, and so is what is
+        learnt of them.
+        """
+        first = self._policies.get((tenant, slot_bytes))
+        if first is not None:
+            return first.beside()
+        return self._policies.setdefault((tenant, slot_bytes), self._make_policy())
 
     @property
     def moves_full(self) -> bool:

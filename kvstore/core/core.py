@@ -215,7 +215,7 @@ class Core:
         """What a read lease holds. A lease that holds nothing ends here. until_ns: its deadline
         from now on, if that is sooner than the one it was taken with.
         """
-        return self._reads.settle(lease_id, until_ns)
+        return self._reads.settle(lease_id, until_ns, now_ns)
 
     def release(self, session: int, lease_ids: Sequence[int], now_ns: int) -> tuple[int, int]:
         """Ends leases of the session or its group: (released, unknown). A reservation is aborted;

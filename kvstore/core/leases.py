@@ -64,7 +64,10 @@ class LeaseKind(enum.Enum):
 
 
 class ReadLease:
-    """A hold on some slots: `slots` has one entry a key, None where absent or still pending."""
+    """A hold on some slots: `slots` has one entry a key, None where absent or still pending.
+
+    reach: pools that its reader can read; None: all.
+    """
 
     __slots__ = (
         "all_or_nothing",
@@ -72,6 +75,7 @@ class ReadLease:
         "id",
         "kind",
         "pending",
+        "reach",
         "reasons",
         "session",
         "slots",
@@ -92,6 +96,7 @@ class ReadLease:
         self.reasons: dict[int, Reason] = {}
         self.pending = 0
         self.view_bytes = 0
+        self.reach: frozenset[int] | None = None
         self.all_or_nothing = False
         self.ended = False
 

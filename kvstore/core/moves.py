@@ -1,4 +1,4 @@
-"""Names and bytes on the move: taking slots, evicting, saving, demoting, loading, promoting.
+"""Names and bytes on the move: taking slots, evicting, saving, demoting, loading, rising.
 
 Names change at the moment of the command and bytes follow: a victim's name is gone (or points to
 the slot below) before its bytes are copied, and the next fill of its slot waits for that copy. So
@@ -8,7 +8,7 @@ dropped unsaved, and counted; nothing ever waits in a command.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from kvstore.core.arena import Arena
 from kvstore.core.books import Books, Flight
@@ -36,9 +36,11 @@ class Moves:
 
     # ------------------------------------------------------------------ slots
 
-    def take(self, pool: Pool, now_ns: int) -> Slot | None:
+    def take(
+        self, pool: Pool, now_ns: int, outweighs: Callable[[Slot], bool] | None = None
+    ) -> Slot | None:
         """A FREE slot of the pool, by eviction if need be. None: everything is held, or was used by
-        this very command, or by those that it spares.
+        this very command, or by those that it spares; or the coldest is not outweighed.
         """
         if not pool.free and not self._grow(pool, now_ns):
             self._press(pool, now_ns)
@@ -48,7 +50,7 @@ class Moves:
                 pool.spared_at = self.books.command
                 passes = PASSED_MAX if self._saves_ahead else 0
                 victim = pool.victim(self.books.spared, pass_saves=passes)
-                if victim is None:
+                if victim is None or (outweighs is not None and not outweighs(victim)):
                     return None
                 self.evict(victim, now_ns)
         return pool.free.popleft()
@@ -280,34 +282,13 @@ class Moves:
         self._fly("load", space, key, None, slot, source=Place(archive, 0, 0, 0, 0))
         return slot
 
-    def promote(self, slots: Sequence[Slot], arena: Arena, now_ns: int) -> None:
-        """Copies READY, held blocks, given from head to tail, into a faster pool; their names move
-        when the copies are done. Slots are taken from the head on, the head's copy comes last, so
-        that it ends up warmest.
+    def fly_up(self, slot: Slot) -> None:
+        """Copies a READY, held block into the slot that it rises to; its name moves when the copy
+        is done.
         """
-        rising = [slot for slot in slots if self._rise(slot, arena, now_ns)]
-        for slot in reversed(rising):
-            space = slot.space
-            assert space is not None
-            self._fly("promote", space, slot.key, slot, slot.rising)
-
-    def _rise(self, slot: Slot, arena: Arena, now_ns: int) -> bool:
-        """Takes the slot that a block is promoted to."""
         space = slot.space
-        books = self.books
         assert space is not None
-        assert slot.holds
-        if slot.rising or slot.pins or books.moves_full:
-            return False
-        pool = space.pools[arena.tier]
-        assert pool is not None
-        target = self.take(pool, now_ns)
-        if target is None:
-            return False
-        pool.begin(target, space, slot.key, slot.parent, slot.depth, Fill(None))
-        slot.rising = target
-        slot.holds += 1
-        return True
+        self._fly("promote", space, slot.key, slot, slot.rising)
 
     # ------------------------------------------------------------------ copies
 
@@ -424,7 +405,7 @@ class Moves:
         if slot.state is not FILLING:
             return
         if ok:
-            self.names.publish((slot,), now_ns)
+            self.names.publish((slot,), now_ns, moved=flight.copy.why == "demote")
         else:
             self.names.drop(slot, reason, now_ns)
 
@@ -456,7 +437,7 @@ class Moves:
         space.blocks -= 1
         source.pool.policy.departed(source, Reason.OK, now_ns)
         source.pool.leave(source)
-        self.names.publish((target,), now_ns)
+        self.names.publish((target,), now_ns, moved=True)
         self.books.counters["promoted"] += 1
 
     def _saved(self, flight: Flight, ok: bool, reason: Reason) -> None:

@@ -25,10 +25,12 @@ class Names:
     def __init__(self, books: Books) -> None:
         self.books = books
 
-    def publish(self, slots: Sequence[Slot], now_ns: int) -> None:
-        """FILLING slots of one pool become READY at once; given from tail to head."""
+    def publish(self, slots: Sequence[Slot], now_ns: int, *, moved: bool = False) -> None:
+        """FILLING slots of one pool become READY at once; given from tail to head. `moved`: they
+        came from another pool.
+        """
         fills = [slot.fill for slot in slots]
-        slots[0].pool.publish(slots, now_ns)
+        slots[0].pool.publish(slots, now_ns, moved=moved)
         for slot, fill in zip(slots, fills, strict=True):
             assert fill is not None
             assert slot.space is not None

@@ -7,7 +7,7 @@ evicted or moved is decided in `moves`; regions and budgets are `arena`'s.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -123,6 +123,7 @@ class Slot:
     def inherit(self, other: Slot) -> None:
         """The block came from another slot: what is known of its use comes along."""
         self.hits, self.uses, self.grade = other.hits, other.uses, other.grade
+        self.touched_ns = other.touched_ns
         self.prompt_tokens = other.prompt_tokens
 
     def worth_saving(self) -> bool:
@@ -177,12 +178,12 @@ class Pool:
         tier: int,
         tenant: str,
         slot_bytes: int,
-        policy: Callable[[], EvictionPolicy[Slot]],
+        policy: EvictionPolicy[Slot],
     ) -> None:
         self.tier = tier
         self.tenant = tenant
         self.slot_bytes = slot_bytes
-        self.policy = policy()
+        self.policy = policy
         self.regions: dict[int, RegionBook] = {}
         self.free: deque[Slot] = deque()
         self.blocks = 0
@@ -265,9 +266,14 @@ class Pool:
             self.inner.pop(above, None)
             self.policy.unshelve(above)
 
-    def publish(self, slots: Sequence[Slot], now_ns: int) -> None:
-        """FILLING -> READY, all at once; given from tail to head."""
-        self._mark_touched(slots, now_ns)
+    def publish(self, slots: Sequence[Slot], now_ns: int, *, moved: bool = False) -> None:
+        """FILLING -> READY, all at once; given from tail to head. `moved`: they came from another
+        pool, and were used when they were there.
+        """
+        if moved:
+            self._keep_touched(slots)
+        else:
+            self._mark_touched(slots, now_ns)
         for slot in slots:
             slot.fill = None
             self._set(slot, READY)
@@ -324,6 +330,12 @@ class Pool:
             slot.touched_ns = now_ns
             slot.region.touched_ns = now_ns
         self._touched_ns = now_ns
+
+    def _keep_touched(self, slots: Sequence[Slot]) -> None:
+        """Slots keep the time of the last use that their blocks had elsewhere."""
+        for slot in slots:
+            slot.region.touched_ns = max(slot.region.touched_ns, slot.touched_ns)
+            self._touched_ns = max(self._touched_ns, slot.touched_ns)
 
     def victim(self, spared: float = inf, *, pass_saves: int = 0) -> Slot | None:
         """The coldest slot that is not in use, on which no other hangs, and that no command from

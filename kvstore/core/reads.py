@@ -10,15 +10,13 @@ from kvstore.core.effects import Ready
 from kvstore.core.leases import LeaseKind, ReadLease, Session
 from kvstore.core.moves import Moves
 from kvstore.core.pools import Slot, release_holds
+from kvstore.core.promotions import Promotions
 from kvstore.core.spaces import Space
 from kvstore.core.states import SlotState
 from kvstore.model.reasons import Reason
 from kvstore.model.values import Absence, Acquired, LeaseMode, Place, Settled
 
 READY = SlotState.READY
-
-PROMOTIONS_PER_CALL_MAX = 64
-"""Each costs two copies' bookkeeping; a long prompt rises over several calls, its head first."""
 
 
 class Reads:
@@ -28,6 +26,7 @@ class Reads:
         self.books = books
         self.moves = moves
         self.names = moves.names
+        self.promotions = Promotions(books, moves)
 
     # ------------------------------------------------------------------ no side effect
 
@@ -90,8 +89,9 @@ class Reads:
         kind = LeaseKind.VIEW if view else LeaseKind.COPY
         lease = ReadLease(kind, session, space, None if view else until_ns)
         lease.all_or_nothing = all_or_nothing
+        lease.reach = reach
         allowed = self._view_blocks(session, space) if view else len(keys)
-        absent = self._hold_present(lease, keys, reach, allowed, now_ns)
+        absent = self._hold_present(lease, keys, reach, allowed)
         if absent:
             request = _Request(keys, wait, below, reach, allowed, now_ns)
             if all_or_nothing and not all(self._may_come(lease, i, request) for i in absent):
@@ -125,7 +125,6 @@ class Reads:
         keys: Sequence[bytes],
         reach: frozenset[int] | None,
         allowed: int,
-        now_ns: int,
     ) -> list[int]:
         """Holds what is READY and in reach; gives the indexes of the rest. The hot loop."""
         slots = lease.slots
@@ -144,20 +143,7 @@ class Reads:
             else:
                 slots.append(None)
                 absent.append(index)
-        if len(self.books.pools) > 1:
-            self._promote(lease, reach, now_ns)
         return absent
-
-    def _promote(self, lease: ReadLease, reach: frozenset[int] | None, now_ns: int) -> None:
-        fastest = next((a for a in self.books.pools if reach is None or a.tier in reach), None)
-        if fastest is None:
-            return
-        worth = [
-            slot
-            for slot in lease.slots
-            if slot is not None and slot.pool.tier > fastest.tier and slot.pool.policy.promote(slot)
-        ]
-        self.moves.promote(worth[:PROMOTIONS_PER_CALL_MAX], fastest, now_ns)
 
     def _landing(self, reach: frozenset[int] | None) -> Arena | None:
         """Where a load goes: the ingest pool, or the slowest pool that the reader reaches."""
@@ -241,8 +227,10 @@ class Reads:
 
     # ------------------------------------------------------------------ settle, release
 
-    def settle(self, lease_id: int, until_ns: int | None = None) -> Settled:
-        """What the lease holds; what has not come by now is dropped from it."""
+    def settle(self, lease_id: int, until_ns: int | None, now_ns: int) -> Settled:
+        """What the lease holds; what has not come by now is dropped from it. What is in a slower
+        pool than it might be may rise from here on.
+        """
         lease = self.books.leases.get(lease_id)
         if not isinstance(lease, ReadLease):
             return Settled([], {0: Reason.LEASE_EXPIRED}, 0)
@@ -257,6 +245,8 @@ class Reads:
             return Settled([None] * len(places), lease.reasons, 0)
         if until_ns is not None:
             self.books.leases.shorten(lease, until_ns)
+        if len(self.books.pools) > 1:
+            self.promotions.consider(lease.slots, lease.reach, now_ns)
         return Settled(places, lease.reasons, leased)
 
     def _drop_pending(self, lease: ReadLease) -> None:

@@ -87,8 +87,16 @@ class EvictionPolicy(Protocol[E]):
     def admit(self, entry: E) -> bool:
         """Whether an evicted entry is worth a write to the archive below."""
 
-    def promote(self, entry: E) -> bool:
-        """Whether an entry that was just acquired is worth a slot in a faster pool."""
+    def promote(self, entry: E, over: E | None, now_ns: int) -> bool:
+        """Whether an entry of a slower pool that a reader has just asked for is worth this pool's
+        place of `over`, its coldest; or, None, a free place and the copy. Blocks of one pool have
+        one size, so what one is worth is worth it by byte.
+        """
+
+    def beside(self) -> EvictionPolicy[E]:
+        """A policy for another pool of the same blocks, in another tier: what is learnt of blocks
+        is learnt for both.
+        """
 
     def departed(self, entry: E, why: Reason, now_ns: int) -> None:
         """It left the pool, once for each `insert`: for another pool with reason OK, else for good,

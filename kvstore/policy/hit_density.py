@@ -44,7 +44,11 @@ RANK_NS = 50_000_000
 _NOBODY = (inf, 0, 0)
 ADMIT_CHANCE = 0.2
 """A block is worth a write to the archive if at least so many of its like are asked for again."""
-PROMOTE_HITS = 2
+PROMOTE_CHANCE = 0.2
+"""A block is worth a copy into a free place of a faster pool if at least so many of its like are
+asked for again."""
+PROMOTE_GAIN = 1.25
+"""How much denser than its victim it has to be: an exchange is two copies. More saves little."""
 HALVE_AFTER = 1 << 20
 """Accesses, and 16 for each block that is here: then all counts are halved."""
 _GRADE_OF_USES = [0, 0, 4, 4, 8, 8, 8, 8, 8] + [12] * (USES_MAX - 8)
@@ -63,7 +67,10 @@ class HitDensity(Generic[E]):
         self._history = History()
         self._history_share = HISTORY_SHARE * reach
         self._admit_chance = admit_chance
+        self._family = [self]
+        """Itself, and the policies of the same blocks in other tiers, which learn together."""
         self._accesses = 0
+        """In the whole family; counted in its first member."""
         self._departures = 0
         self._inside = 0
         """Blocks that came and have not departed, candidates or not."""
@@ -134,9 +141,10 @@ class HitDensity(Generic[E]):
         self._changed[entry.grade] = 1
 
     def _age(self, accesses: int) -> None:
-        self._accesses += accesses
-        if self._accesses >= HALVE_AFTER + 16 * self._inside:
-            self._accesses = 0
+        first = self._family[0]
+        first._accesses += accesses
+        if first._accesses >= HALVE_AFTER + 16 * self._inside:
+            first._accesses = 0
             for curve in self._curves:
                 curve.halve()
 
@@ -144,6 +152,7 @@ class HitDensity(Generic[E]):
 
     def coldest(self) -> E | None:
         """See `EvictionPolicy`."""
+        self._catch_up()
         if self._now_ns - self._ranked_ns > RANK_NS:
             self._ranked_ns = self._now_ns
             self._changed = bytearray(b"\1" * CLASSES)
@@ -187,6 +196,7 @@ class HitDensity(Generic[E]):
         have it, which is as long as it takes to fill it at the pace of late. Of a class that is
         hardly known everything is written.
         """
+        self._catch_up()
         curve = self._curves[entry.grade]
         if curve.accesses < EVIDENCE_MIN:
             return True
@@ -200,20 +210,44 @@ class HitDensity(Generic[E]):
         elapsed_ns = self._now_ns - self._estimated_ns
         if self._written < ESTIMATE_AFTER and elapsed_ns < self._keeps_ns:
             return
-        fills_ns = elapsed_ns * self._below * self._inside / max(self._written, 1)
+        inside = sum(one._inside for one in self._family)
+        fills_ns = elapsed_ns * self._below * inside / max(self._written, 1)
         self._keeps_ns = int((self._keeps_ns + min(fills_ns, KEEPS_MAX_NS)) / 2)
         self._estimated_ns, self._written = self._now_ns, 0
 
-    def promote(self, entry: E) -> bool:
-        """See `EvictionPolicy`."""
-        return entry.hits >= PROMOTE_HITS
+    def promote(self, entry: E, over: E | None, now_ns: int) -> bool:
+        """See `EvictionPolicy`. Of a class that is hardly known everything rises, as with LRU."""
+        self._now_ns = max(self._now_ns, now_ns)
+        curve = self._curves[entry.grade]
+        if curve.accesses < EVIDENCE_MIN:
+            return True
+        if over is None:
+            age_ns = self._now_ns - entry.touched_ns
+            return curve.chance(age_ns, KEEPS_MAX_NS, self._now_ns) >= PROMOTE_CHANCE
+        gain = PROMOTE_GAIN * self._density(over.grade, over)
+        return self._density(entry.grade, entry) > gain
+
+    def beside(self) -> HitDensity[E]:
+        """See `EvictionPolicy`. Curves and history are one."""
+        other: HitDensity[E] = HitDensity(self._below + 1, self._admit_chance)
+        other._curves, other._history = self._curves, self._history
+        other._history_share = self._history_share
+        other._family = self._family
+        self._family.append(other)
+        return other
+
+    def _catch_up(self) -> None:
+        """Where nothing has come lately it is as late as in the pools beside."""
+        if len(self._family) > 1:
+            self._now_ns = max(one._now_ns for one in self._family)
 
     def departed(self, entry: E, why: Reason, now_ns: int) -> None:
         """See `EvictionPolicy`."""
         self._now_ns = max(self._now_ns, now_ns)
         if not self._departures % RESIZE_EVERY:
             self._estimate_keeping()
-            self._history.resize(max(int(self._history_share * self._inside), HISTORY_MIN))
+            inside = sum(one._inside for one in self._family)
+            self._history.resize(max(int(self._history_share * inside), HISTORY_MIN))
         self._departures += 1
         self._inside -= 1
         if why is Reason.OK:

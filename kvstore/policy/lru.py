@@ -13,12 +13,11 @@ from typing import Generic
 from kvstore.model.reasons import Reason
 from kvstore.policy.base import E
 
-PROMOTE_HITS = 2
-"""A second hit says that a block is asked for again and again; the first may be the only one."""
-
 
 class Lru(Generic[E]):
-    """An `EvictionPolicy`. Everything is admitted below; the second hit is promoted."""
+    """An `EvictionPolicy`. Everything is admitted below; what was used last is worth the most, so
+    what was just asked for rises.
+    """
 
     def __init__(self) -> None:
         # Not a plain dict: its first key is found by scanning over all that were deleted before it.
@@ -64,9 +63,13 @@ class Lru(Generic[E]):
         """See `EvictionPolicy`."""
         return True
 
-    def promote(self, entry: E) -> bool:
+    def promote(self, entry: E, over: E | None, now_ns: int) -> bool:
         """See `EvictionPolicy`."""
-        return entry.hits >= PROMOTE_HITS
+        return over is None or over.touched_ns < entry.touched_ns
+
+    def beside(self) -> Lru[E]:
+        """See `EvictionPolicy`."""
+        return Lru()
 
     def departed(self, entry: E, why: Reason, now_ns: int) -> None:
         """See `EvictionPolicy`. LRU has no history."""

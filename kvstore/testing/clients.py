@@ -22,6 +22,7 @@ from kvstore.testing.workload import (
     Engine,
     Reading,
     Reservation,
+    Setting,
     Write,
     content,
     fingerprint,
@@ -36,7 +37,7 @@ class Clients:
     def __init__(self, seed: int, core_type: type[Core] = Core) -> None:
         self.seed = seed
         self.random = Random(seed)
-        self.setting = settings(self.random)
+        self.setting = self._make_setting()
         self.clock = ManualClock()
         self.core = core_type(self.setting.tiers, self.setting.tenants, self.setting.limits)
         faults = Faults(copy_fails=0.05, load_corrupt=0.05, archive_ages=0.3)
@@ -53,6 +54,10 @@ class Clients:
         self.blocks_read = 0
         self._next_write = 0
         self._stale_below: dict[bytes, int] = {}
+
+    def _make_setting(self) -> Setting:
+        """Of the simulated daemon, at random."""
+        return settings(self.random)
 
     @property
     def now_ns(self) -> int:

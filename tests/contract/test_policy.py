@@ -103,7 +103,30 @@ def test_answers_about_tiers_are_plain(policy: Policy) -> None:
     (one,) = blocks(1)
     policy.insert([one], 1)
     assert isinstance(policy.admit(one), bool)
-    assert isinstance(policy.promote(one), bool)
+    assert isinstance(policy.promote(one, None, 2), bool)
+    assert isinstance(policy.promote(one, one, 2), bool)
+
+
+def test_what_was_asked_for_once_more_is_worth_a_place_that_is_free_or_a_colder_ones(
+    policy: Policy,
+) -> None:
+    """Before anything was learnt."""
+    above = policy.beside()
+    (cold,) = blocks(1)
+    above.insert([cold], 1)
+    hot = Block(b"hot", touched_ns=9)
+    policy.insert([hot], 9)
+    assert above.promote(hot, None, 9)
+    assert above.promote(hot, cold, 9)
+
+
+def test_a_policy_beside_another_has_candidates_of_its_own(policy: Policy) -> None:
+    above = policy.beside()
+    one, two = blocks(2)
+    policy.insert([one], 1)
+    above.insert([two], 2)
+    assert (list(policy), list(above)) == ([one], [two])
+    assert above.coldest() is two
 
 
 @pytest.mark.parametrize("seed", range(10))

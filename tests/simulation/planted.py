@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvstore.core.core import Core
 from kvstore.core.effects import Copy, Forget
 from kvstore.core.leases import Session, WriteGroup, WriteLease, WriteState
@@ -28,8 +30,10 @@ class PublishedBeforeTheCopy(Core):
 
 
 class _KeepsGenerations(Moves):
-    def take(self, pool: Pool, now_ns: int) -> Slot | None:
-        slot = super().take(pool, now_ns)
+    def take(
+        self, pool: Pool, now_ns: int, outweighs: Callable[[Slot], bool] | None = None
+    ) -> Slot | None:
+        slot = super().take(pool, now_ns, outweighs)
         if slot is not None and slot.generation:
             slot.generation -= 1
         return slot
@@ -97,11 +101,13 @@ class RegionReclaimedUnderALease(Core):
 
 
 class _EvictsLeased(Moves):
-    def take(self, pool: Pool, now_ns: int) -> Slot | None:
+    def take(
+        self, pool: Pool, now_ns: int, outweighs: Callable[[Slot], bool] | None = None
+    ) -> Slot | None:
         coldest = pool.policy.coldest()
         if not pool.free and coldest is not None and coldest.holds:
             coldest.holds = 0
-        return super().take(pool, now_ns)
+        return super().take(pool, now_ns, outweighs)
 
 
 class EvictedUnderALease(Core):

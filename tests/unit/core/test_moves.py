@@ -540,14 +540,12 @@ def test_a_durable_commit_is_refused_without_an_archive() -> None:
 # ---------------------------------------------------------------- two pools
 
 
-def test_the_second_hit_lifts_a_block_into_the_faster_pool() -> None:
+def test_a_hit_lifts_a_block_into_the_faster_pool() -> None:
     bench = Bench(slots=8, device_slots=4)
     session = bench.session()
     space = bench.space(session)
     bench.put(session, space, keys(2))
     assert bench.core.lookup(session, space, keys(2)) == bytes([2, 2])
-    bench.use(session, space, keys(2))
-    bench.run()
     bench.use(session, space, keys(2))
     bench.run()
     assert bench.core.lookup(session, space, keys(2)) == bytes([1, 1])
@@ -618,7 +616,6 @@ def test_a_promotion_that_fails_leaves_the_block_where_it_was() -> None:
     session = bench.session()
     space = bench.space(session)
     bench.put(session, space, keys(1))
-    bench.use(session, space, keys(1))
     bench.hold_copies = True
     bench.use(session, space, keys(1))
     bench.finish(bench.out("promote")[0], Reason.COPY_FAILED)
@@ -645,7 +642,8 @@ def test_a_policy_is_told_of_every_block_that_leaves_its_pool_however_it_goes() 
     assert counters["promoted"] > 3
     assert sum(arena.evictions for arena in bench.core.books.pools) > 3
     pools = [pool for arena in bench.core.books.pools for pool in arena.pools.values()]
-    assert [pool.policy for pool in pools if pool.blocks] == [one for one in policies if len(one)]
+    assert len(policies) == 1, "what is learnt is learnt for both pools"
+    assert [pool.blocks for pool in pools if pool.policy is policies[0]] == [pools[0].blocks]
     assert all(pool.policy._inside == pool.blocks for pool in pools)  # type: ignore[attr-defined]
 
 
@@ -654,7 +652,6 @@ def test_an_invalidation_during_a_promotion_leaves_nothing() -> None:
     session = bench.session()
     space = bench.space(session)
     bench.put(session, space, keys(1))
-    bench.use(session, space, keys(1))
     bench.hold_copies = True
     bench.use(session, space, keys(1))
     assert len(bench.out("promote")) == 1
@@ -668,7 +665,6 @@ def test_an_invalidation_during_a_promotion_leaves_nothing() -> None:
 def test_the_fill_of_a_slot_above_waits_for_its_victims_way_down() -> None:
     bench, session, space = lifted()
     bench.put(session, space, keys(1, "hot"))
-    bench.use(session, space, keys(1, "hot"))
     bench.hold_copies = True
     bench.use(session, space, keys(1, "hot"))
     (demote,) = bench.out("demote")

@@ -232,3 +232,31 @@ def test_what_goes_to_another_pool_is_no_past() -> None:
     stand.policy.departed(block, Reason.OK, SECOND)
     stand.policy.remove(block)
     assert stand.come(1).uses == 1
+
+
+def test_only_what_is_expected_sooner_than_the_coldest_of_a_faster_pool_rises() -> None:
+    stand = Stand()
+    stand.teach(rounds=2 * EVIDENCE_MIN)
+    above = stand.policy.beside()
+    short, long = stand.come(1, 1_000), stand.come(2, 100_000)
+    for below, over in ((short, long), (long, short)):
+        above.insert([over], stand.now_ns)
+        assert above.promote(below, over, stand.now_ns) == (below is short)
+        above.remove(over)
+    assert above.promote(short, None, stand.now_ns)
+    assert not above.promote(long, None, stand.now_ns), "not even into a free place"
+
+
+def test_policies_beside_each_other_learn_together() -> None:
+    stand = Stand(HitDensity(reach=10))
+    above = stand.policy.beside()
+    stand.teach(rounds=2 * EVIDENCE_MIN)
+    assert above.admit(stand.come(1, 1_000))
+    assert not above.admit(stand.come(2, 100_000))
+    block = stand.come(3)
+    stand.policy.departed(block, Reason.OK, stand.now_ns)
+    stand.policy.remove(block)
+    above.insert([block], stand.now_ns)
+    assert above.coldest() is block
+    above.departed(block, Reason.MISS_EVICTED, stand.now_ns)
+    assert stand.come(3).uses == 2, "whatever pool it left"

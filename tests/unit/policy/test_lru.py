@@ -40,12 +40,10 @@ def test_a_shelved_entry_that_is_touched_is_warm() -> None:
     assert order(lru) == [b"2", b"1"]
 
 
-def test_the_second_hit_is_promoted_and_everything_admitted() -> None:
+def test_what_was_used_later_is_promoted_and_everything_admitted() -> None:
     lru: Lru[Block] = Lru()
-    assert [lru.promote(Block(b"1", hits=hits)) for hits in (0, 1, 2, 3)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    one, two = Block(b"1", touched_ns=1), Block(b"2", touched_ns=2)
+    assert lru.promote(two, one, 2)
+    assert not lru.promote(one, two, 2)
+    assert lru.promote(one, None, 2), "a place is free"
     assert lru.admit(Block(b"1"))
