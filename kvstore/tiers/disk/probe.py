@@ -78,9 +78,10 @@ class Ahead:
 
     def close(self) -> None:
         """Ends it. Idempotent."""
-        if self._child.poll() is None:
-            self._child.kill()
-            self._child.communicate()
+        self._child.kill()
+        self._child.wait()
+        assert self._child.stdout is not None, "what it says is read"
+        self._child.stdout.close()
 
 
 def begin(folder: str) -> Ahead | None:

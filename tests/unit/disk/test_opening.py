@@ -315,6 +315,17 @@ def test_a_folder_that_is_given_up_leaves_no_child(tmp_path: Path) -> None:
     assert children() <= before
 
 
+def test_an_examination_that_is_over_and_not_asked_for_leaves_nothing_open(tmp_path: Path) -> None:
+    folder = DiskFolder(str(tmp_path))
+    fill(folder)
+    processes, files = children(), len(os.listdir("/proc/self/fd"))
+    folder.examine_ahead()
+    for pid in children() - processes:
+        os.waitid(os.P_PID, int(pid), os.WEXITED | os.WNOWAIT)
+    folder.close()
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
 def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "aside").mkdir()
