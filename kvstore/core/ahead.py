@@ -94,8 +94,9 @@ class Ahead:
         return True
 
     def _save_coldest(self, pool: Pool, archive: int, wanted: int) -> None:
+        at_least = self.books.admission[archive]
         for slot in islice(pool.policy, wanted):
-            if not slot.worth_saving() or not pool.policy.admit(slot):
+            if not slot.worth_saving() or not pool.policy.admit(slot, at_least):
                 continue
             if self.books.moves_full:
                 del self._looked[pool]  # it is gone on with as soon as some have ended

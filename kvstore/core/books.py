@@ -65,6 +65,8 @@ class Books:
         self.pools = pools
         self.ingest = next(arena for arena in pools if arena.spec.ingest)
         self.archives = [i for i, spec in enumerate(tiers) if spec.kind is TierKind.ARCHIVE]
+        self.admission = dict.fromkeys(self.archives, 0.0)
+        """By archive: the least chance of another use that a write is worth."""
         self.spaces = Spaces()
         self.sessions: dict[int, Session] = {}
         self.group_sessions: dict[GroupKey, set[int]] = {}

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvstore.core import check, stats
 from kvstore.core.ahead import Ahead
-from kvstore.core.arena import Arena
 from kvstore.core.books import Books
 from kvstore.core.decisions import Decisions
 from kvstore.core.effects import Effect
@@ -21,9 +20,10 @@ from kvstore.core.moves import Moves
 from kvstore.core.names import Names
 from kvstore.core.openings import Openings
 from kvstore.core.pins import Pins
-from kvstore.core.pools import Pool, Slot
+from kvstore.core.pools import Slot
 from kvstore.core.reads import Reads
 from kvstore.core.reviews import Reviews
+from kvstore.core.room import Room
 from kvstore.core.rows import Rows
 from kvstore.core.spaces import Space
 from kvstore.core.writes import Writes
@@ -86,6 +86,7 @@ class Core:
         self._decisions = Decisions(books, self._openings, rows, reviews)
         self._pins = Pins(books)
         self._ahead = Ahead(books, self._moves)
+        self._room = Room(books, self._moves, self._writes.turns)
 
     @property
     def tiers(self) -> tuple[TierSpec, ...]:
@@ -323,35 +324,21 @@ class Core:
         """No process can reach a closed region any more: its bytes are free, and go to who claimed
         them.
         """
-        books = self.books
-        arena = next((arena for arena in books.pools if arena.gone(region_id)), None)
-        if arena is None:
-            return
-        books.staging_closing.pop(region_id, None)
-        self._grant(arena, now_ns)
-        self._writes.turns.serve(now_ns)
+        self._room.region_gone(region_id, now_ns)
 
     def grow(self, tier: int, capacity_bytes: int, now_ns: int) -> None:
         """A pool may use more from now on; it never shrinks."""
-        arena = self.books.arenas[tier]
-        assert arena is not None, "an archive keeps its own capacity"
-        arena.grow(capacity_bytes)
-        self._grant(arena, now_ns)
+        self._room.grow(tier, capacity_bytes, now_ns)
 
     def pause_growth(self, tier: int, paused: bool, now_ns: int) -> None:
         """Whether a pool makes no regions and no staging for now: it works with what it has."""
-        arena = self.books.arenas[tier]
-        assert arena is not None, "an archive keeps its own capacity"
-        arena.paused = paused
-        self._grant(arena, now_ns)
+        self._room.pause(tier, paused, now_ns)
 
-    def _grant(self, arena: Arena, now_ns: int) -> None:
-        while (grant := arena.next_grant()) is not None:
-            claimant, total_bytes = grant
-            if isinstance(claimant, Pool):
-                self._moves.grant(claimant, total_bytes, now_ns)
-            elif (session := self.books.sessions.get(claimant)) is not None:
-                self._writes.turns.grant(session, total_bytes, now_ns)
+    def set_admission(self, archive: int, chance: float) -> None:
+        """Only what is asked for again with this chance at least, 0 to 1, is saved to an archive
+        by itself; 0: what policies find worth it.
+        """
+        self.books.admission[archive] = chance
 
     def save_ahead(self, everything: bool, now_ns: int) -> int:
         """Begins to save what would be evicted next, if there is little room, or `everything`, the

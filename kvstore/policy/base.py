@@ -84,8 +84,10 @@ class EvictionPolicy(Protocol[E]):
     def unshelve(self, entry: E) -> None:
         """It may go now: a candidate again, at the cold end. Idempotent."""
 
-    def admit(self, entry: E) -> bool:
-        """Whether an evicted entry is worth a write to the archive below."""
+    def admit(self, entry: E, at_least: float = 0.0) -> bool:
+        """Whether an evicted entry is worth a write to the archive below: by this policy's own
+        lights, and if it is asked for again with this chance at least, 0 to 1.
+        """
 
     def promote(self, entry: E, over: E | None, now_ns: int) -> bool:
         """Whether an entry of a slower pool that a reader has just asked for is worth this pool's

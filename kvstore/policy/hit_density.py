@@ -191,17 +191,19 @@ class HitDensity(Generic[E]):
 
     # ------------------------------------------------------------------ tiers
 
-    def admit(self, entry: E) -> bool:
+    def admit(self, entry: E, at_least: float = 0.0) -> bool:
         """See `EvictionPolicy`. By the chance that it is asked for again while the archive will
         have it, which is as long as it takes to fill it at the pace of late. Of a class that is
-        hardly known everything is written.
+        hardly known everything is written, unless more is asked than usual.
         """
         self._catch_up()
         curve = self._curves[entry.grade]
         if curve.accesses < EVIDENCE_MIN:
-            return True
+            return at_least <= self._admit_chance
         age_ns = self._now_ns - entry.touched_ns
-        return curve.chance(age_ns, self._keeps_ns, self._now_ns) >= self._admit_chance
+        return curve.chance(age_ns, self._keeps_ns, self._now_ns) >= max(
+            self._admit_chance, at_least
+        )
 
     def _estimate_keeping(self) -> None:
         """How long the archive keeps a block."""

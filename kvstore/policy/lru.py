@@ -13,10 +13,15 @@ from typing import Generic
 from kvstore.model.reasons import Reason
 from kvstore.policy.base import E
 
+NEW_CHANCE = 0.2
+HIT_CHANCE = 0.6
+"""Rough chances of another use, where writes are short: of what nobody has asked for yet, and of
+what somebody has. On the traces of chats 15 to 40 % of all blocks are asked for again."""
+
 
 class Lru(Generic[E]):
-    """An `EvictionPolicy`. Everything is admitted below; what was used last is worth the most, so
-    what was just asked for rises.
+    """An `EvictionPolicy`. Everything is admitted below unless writes are short; what was used last
+    is worth the most, so what was just asked for rises.
     """
 
     def __init__(self) -> None:
@@ -59,9 +64,9 @@ class Lru(Generic[E]):
             self._order[entry] = None
             self._order.move_to_end(entry, last=False)
 
-    def admit(self, entry: E) -> bool:
-        """See `EvictionPolicy`."""
-        return True
+    def admit(self, entry: E, at_least: float = 0.0) -> bool:
+        """See `EvictionPolicy`. All that it knows of a block is whether it was asked for."""
+        return at_least <= (HIT_CHANCE if entry.hits else NEW_CHANCE)
 
     def promote(self, entry: E, over: E | None, now_ns: int) -> bool:
         """See `EvictionPolicy`."""

@@ -91,8 +91,11 @@ class Guards:
         reviews_held: Callable[[], int],
         hold: Callable[[int, Reason, str], int],
         pause_memory: Callable[[bool], None],
+        set_admission: Callable[[int, float], None],
     ) -> None:
-        """tiers: names, fastest first. hold: `Store.hold`. pause_memory: whether none is made."""
+        """tiers: names, fastest first. hold: `Store.hold`. pause_memory: whether none is made.
+        set_admission: see `Core.set_admission`.
+        """
         self.listeners: list[Callable[[GuardChange], None]] = []
         self.limits = limits
         self._tiers = tuple(tiers)
@@ -100,6 +103,7 @@ class Guards:
         self._reviews_held = reviews_held
         self._hold = hold
         self._pause_memory = pause_memory
+        self._set_admission = set_admission
         self._guards: dict[Name, Guard] = {}
         self._defect = ""
         self._groups = memory_budget.Groups()
@@ -166,7 +170,9 @@ class Guards:
         self._see(Name("held"), float(self._reviews_held()), now_ns)
         for tier, archive in self._archives.items():
             if levels:
-                self._see_levels(self._tiers[tier], archive.stats(), now_ns)
+                stats = archive.stats()
+                self._see_levels(self._tiers[tier], stats, now_ns)
+                self._set_admission(tier, stats.gauges.get("save_chance_wanted", 0.0))
             self._note_outcomes(self._tiers[tier], archive.take_outcomes(), now_ns)
             self._set_gates(self._tiers[tier], archive, now_ns)
         for tenant, tier in self._loads:

@@ -332,7 +332,7 @@ def test_copies_in_flight_take_a_share_of_the_pool_at_most() -> None:
 class Picky(Lru[Slot]):
     """Admits nothing."""
 
-    def admit(self, entry: Slot) -> bool:
+    def admit(self, entry: Slot, at_least: float = 0.0) -> bool:
         return False
 
 

@@ -254,8 +254,12 @@ def test_each_line_of_the_budget_is_said_once(caplog: pytest.LogCaptureFixture) 
 def test_a_budget_of_writes_is_kept_and_comes_back() -> None:
     clock = ManualClock()
     bench = DiskBench(endurance_bytes_per_day=10 * RECORD, clock=clock)
-    assert bench.save(keys(7)) == [True] * 7
+    assert bench.save(keys(2)) == [True] * 2
+    assert bench.tier.stats().gauges["save_chance_wanted"] == 0, "as foreseen half is used"
     assert bench.tier.stats().state == "ok"
+    assert bench.save(keys(7)) == [True] * 7
+    assert bench.tier.stats().gauges["save_chance_wanted"] == 1, "in so short a time"
+    assert bench.tier.stats().state.startswith("ok (writes are short")
     assert bench.save(keys(8)) == [True] * 8
     assert "80%" in bench.tier.stats().state
     assert bench.save(keys(12)) == [True] * 12, "the line is looked at before a batch"
@@ -377,6 +381,9 @@ def test_written_bytes_are_counted_by_the_hour_and_survive_nonsense() -> None:
     assert restored.day_bytes(20 * hour_s) == 90
     assert restored.day_bytes(5 * hour_s) == 0, "a clock that was set back"
     assert restored.day_bytes(34.5 * hour_s) == 30
+    assert endurance.bytes_per_s(20.5 * hour_s) == 30 / (1.5 * hour_s)
+    assert endurance.bytes_per_s(21.5 * hour_s) == 30 / (1.5 * hour_s), "the hour before counts"
+    assert endurance.bytes_per_s(22.5 * hour_s) == 0
     for nonsense in (b"", b"{", b"[]", b'{"a": 1}', b'{"1": "x"}', b"\xff"):
         assert Endurance(100, nonsense).day_bytes(0) == 0
 

@@ -29,6 +29,7 @@ def test_a_defect_in_a_look_is_logged_once_and_the_next_look_is_made(
         reviews_held=held,
         hold=lambda space_id, reason, words: 0,
         pause_memory=lambda paused: None,
+        set_admission=lambda tier, chance: None,
     )
     with caplog.at_level(logging.ERROR):
         for second in range(1, 20):

@@ -24,6 +24,7 @@ def guards(loads_min: int = 4) -> Guards:
         reviews_held=lambda: 0,
         hold=lambda space_id, reason, words: 0,
         pause_memory=lambda paused: None,
+        set_admission=lambda tier, chance: None,
     )
 
 
