@@ -122,8 +122,12 @@ class Mapped:
     info: pb.RegionInfo
     memory: MappedRegion
     fd: int
+    device: MappedRegion | None = None
+    """The memory of a device region, where CPU memory stands for a GPU's."""
 
     def slot(self, index: int, length: int) -> Bytes:
+        if self.device is not None:
+            return self.device.u8[index * self.info.slot_bytes :][:length]
         at = self.info.data_offset + index * self.info.slot_bytes
         return self.memory.u8[at : at + length]
 
@@ -351,7 +355,18 @@ class RawClient:
         """Maps a region whose descriptor has come."""
         memory = map_region(fd, info.total_bytes, writable=False, populate=False)
         mapped = self.regions[info.region_id] = Mapped(info, memory, fd)
+        if info.HasField("device"):
+            mapped.device = self._open_device(info.region_id)
         return mapped
+
+    def _open_device(self, region_id: int) -> MappedRegion:
+        reply, fds = self.the_fd().ask(get_device=fd_pb2.GetDevice(region_id=region_id))
+        if reply.WhichOneof("reply") != "device":
+            raise Gone(f"device memory of region {region_id}: {reply}")
+        assert reply.device.kind == pb.DEVICE_HANDLE_KIND_HOST_FILE, "there is no GPU to open it on"
+        memory = map_region(fds[0], reply.device.mapped_bytes, writable=False, populate=False)
+        os.close(fds[0])
+        return memory
 
     def staging_map(self) -> Mapped:
         """This session's staging, mapped for writing."""
@@ -378,6 +393,8 @@ class RawClient:
     @staticmethod
     def _forget(mapped: Mapped | None) -> None:
         if mapped is not None:
+            if mapped.device is not None:
+                mapped.device.close()
             mapped.memory.close()
             os.close(mapped.fd)
 

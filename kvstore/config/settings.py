@@ -15,6 +15,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from kvstore.config.device import DeviceSettings
 from kvstore.config.evidence import AuditSettings, ServeSettings
 from kvstore.config.guarding import GuardSettings
 from kvstore.config.knob import knob, wrong
@@ -371,6 +372,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     http: HttpSettings = HttpSettings()
     tcp: TcpSettings = TcpSettings()
     host: HostSettings = HostSettings()
+    device: DeviceSettings = DeviceSettings()
     disk: DiskSettings = DiskSettings()
     policy: PolicySettings = PolicySettings()
     limits: LimitSettings = LimitSettings()

@@ -136,36 +136,38 @@ class Moves:
         arena = self.books.arena_below(slot.pool.tier)
         if arena is None or self.books.moves_full:
             return None
-        return self._send_down(slot, space, arena, now_ns)
+        return self._send(slot, space, arena, now_ns)
 
-    def _send_down(self, slot: Slot, space: Space, arena: Arena, now_ns: int) -> Slot | None:
-        """The name moves to a slot of a lower pool, the bytes follow."""
+    def _send(self, slot: Slot, space: Space, arena: Arena, now_ns: int) -> Slot | None:
+        """The name moves to a slot of another pool, the bytes follow."""
         pool = space.pools[arena.tier]
         assert pool is not None
-        lower = self.take(pool, now_ns)
-        if lower is None:
+        other = self.take(pool, now_ns)
+        if other is None:
             return None
-        pool.begin(lower, space, slot.key, slot.parent, slot.depth, Fill(None))
-        lower.saved = slot.saved
-        lower.inherit(slot)
-        space.index[slot.key] = lower
-        flight = self._fly("demote", space, slot.key, slot, lower)
-        self._begin_leaving(flight)
-        return lower
+        pool.begin(other, space, slot.key, slot.parent, slot.depth, Fill(None))
+        other.saved = slot.saved
+        other.inherit(slot)
+        space.index[slot.key] = other
+        why: Why = "demote" if arena.tier > slot.pool.tier else "promote"
+        self._begin_leaving(self._fly(why, space, slot.key, slot, other))
+        return other
 
-    def lower(self, slot: Slot, arena: Arena, now_ns: int) -> Slot | None:
-        """Moves a READY block to a lower pool for a reader that cannot reach it where it is."""
+    def bring(self, slot: Slot, arena: Arena, now_ns: int) -> Slot | None:
+        """Moves a READY block to another pool for a reader that cannot reach it where it is."""
         space = slot.space
         assert space is not None
         if slot.pins:
             return None
-        lower = self._send_down(slot, space, arena, now_ns)
-        if lower is not None:
+        slot.holds += 1  # making room there may send others to where it is
+        other = self._send(slot, space, arena, now_ns)
+        release_holds((slot,))
+        if other is not None:
             space.blocks -= 1
             self.names.stop_rising(slot)
             slot.pool.policy.departed(slot, Reason.OK, now_ns)
             slot.pool.leave(slot)
-        return lower
+        return other
 
     def _save_victim(self, slot: Slot, space: Space) -> Reason:
         """Saves a victim, with its ancestors first, if that is possible, worth it, and needed."""
@@ -173,7 +175,7 @@ class Moves:
         archive = books.archive_below(slot.pool.tier)
         if archive is None or slot.saved:
             return Reason.MISS_EVICTED
-        if not space.may_be_saved or not slot.pool.policy.admit(slot, books.admission[archive]):
+        if not space.may_be_saved or not slot.pool.policy.admit(slot):
             return Reason.MISS_NOT_ADMITTED
         if (space.id, slot.key) in books.saving:
             return Reason.MISS_EVICTED
@@ -392,7 +394,7 @@ class Moves:
         self.books.counters["copies_failed"] += not ok
         if why == "save":
             self._saved(flight, ok, reason)
-        elif why == "demote":
+        elif flight.leaves:
             self._end_reading(flight)
             self._filled(flight, ok, reason, now_ns)
         else:
@@ -405,7 +407,7 @@ class Moves:
         if slot.state is not FILLING:
             return
         if ok:
-            self.names.publish((slot,), now_ns, moved=flight.copy.why == "demote")
+            self.names.publish((slot,), now_ns, moved=flight.leaves)
         else:
             self.names.drop(slot, reason, now_ns)
 

@@ -165,7 +165,7 @@ class Reads:
         if len(lease.slots) > request.allowed:
             return False
         if slot is not None:
-            return request.waits_for(slot)
+            return request.brings if slot.state is READY else request.waits_for(slot)
         return request.below is not None and request.keys[index] in request.below
 
     def _explain_first(self, lease: ReadLease, keys: Sequence[bytes], absent: list[int]) -> None:
@@ -216,14 +216,16 @@ class Reads:
         return (loaded, None) if isinstance(loaded, Slot) else (None, loaded)
 
     def _bring_into_reach(self, slot: Slot, request: _Request) -> tuple[Slot | None, Reason | None]:
-        """A READY block is in no pool that the reader reaches: it is moved down if he waits."""
-        if not request.wait:
+        """A READY block is in no pool that the reader reaches: it is moved to one if he waits, for
+        writers or for loads.
+        """
+        if not request.brings:
             return None, Reason.MISS_IN_PROGRESS
         arena = self._landing(request.reach)
-        if arena is None or arena.tier <= slot.pool.tier:
+        if arena is None:
             return None, Reason.NOT_SUPPORTED
-        lower = self.moves.lower(slot, arena, request.now_ns)
-        return (lower, None) if lower is not None else (None, Reason.NO_SPACE)
+        brought = self.moves.bring(slot, arena, request.now_ns)
+        return (brought, None) if brought is not None else (None, Reason.NO_SPACE)
 
     # ------------------------------------------------------------------ settle, release
 
@@ -291,6 +293,11 @@ class _Request:
         self.reach = reach
         self.allowed = allowed
         self.now_ns = now_ns
+
+    @property
+    def brings(self) -> bool:
+        """Whether the caller waits for a block that is moved to where he reaches it."""
+        return self.wait or self.below is not None
 
     def waits_for(self, slot: Slot) -> bool:
         """Whether the caller waits for a block that is not READY, or not in reach: for one that a

@@ -21,11 +21,19 @@ class Archives:
     """See the module's docstring. False where there is none."""
 
     def __init__(
-        self, core: Core, archives: Mapping[int, Archive], links: Sequence[Link], clock: Clock
+        self,
+        core: Core,
+        archives: Mapping[int, Archive],
+        links: Sequence[Link],
+        clock: Clock,
+        staged: Collection[int] = (),
     ) -> None:
+        """`staged`: pools whose blocks reach readers by way of another, so that it is known here
+        how fast they come, too.
+        """
         self._core = core
         self._archives = dict(archives)
-        self._meters = {tier: Meter(links[tier]) for tier in self._archives}
+        self._meters = {tier: Meter(links[tier]) for tier in (*self._archives, *staged)}
         self._clock = clock
         self._loading: dict[int, Copy] = {}
         self._forgetting = 0
@@ -98,7 +106,7 @@ class Archives:
         for move in moves:
             if isinstance(move, Forget):
                 self._forgetting += 1
-            elif move.why == "load":
+            elif move.source.tier in self._meters and move.why != "save":
                 self._loading[move.copy_id] = move
                 self._meters[move.source.tier].begin(move.length, now_ns)
 

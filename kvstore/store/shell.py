@@ -12,9 +12,6 @@ import secrets
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvstore.clock import Clock
 from kvstore.core.core import Core
 from kvstore.core.effects import (
@@ -39,7 +36,6 @@ from kvstore.model.values import (
     CommitResult,
     LeaseMode,
     Opening,
-    Place,
     Reserved,
 )
 from kvstore.policy.guards import GuardLimits
@@ -52,9 +48,10 @@ from kvstore.store.probes import Probes
 from kvstore.store.regions import Regions
 from kvstore.store.rows import Rows
 from kvstore.store.sessions import Session, Sessions
-from kvstore.store.values import Leased, Mover, StoreStats, link_stats, nothing, state_of
+from kvstore.store.values import Leased, Mover, StoreStats, comes, link_stats, nothing, state_of
 from kvstore.store.waiters import Waiters
 from kvstore.tiers.base import Archive
+from kvstore.tiers.device import DeviceTier
 from kvstore.tiers.host import HostTier
 
 NS_PER_MS = 1_000_000
@@ -76,9 +73,11 @@ class Store(Mapped):
         archives: Mapping[int, Archive] | None = None,
         links: Sequence[Link] = (),
         guard_limits: GuardLimits | None = None,
+        devices: Mapping[int, DeviceTier] | None = None,
     ) -> None:
         """`host_tier`: index of the pool whose memory clients map. `links`: one a tier."""
-        super().__init__(core, Regions(core, host, host_tier, self._gone))
+        regions = Regions(core, host, host_tier, self._gone, devices)
+        super().__init__(core, regions, host, host_tier)
         self.clock = clock
         self.tiers = core.tiers
         self.host_name = core.tiers[host_tier].name
@@ -86,11 +85,10 @@ class Store(Mapped):
         self.links = list(links)
         self.drained = asyncio.Event()
         self.started_ns = clock.monotonic_ns()
-        self._host = host
-        self._host_tier = host_tier
         self._mover = mover
         self._ledger = ledger
-        self.archives = Archives(core, archives or {}, self.links, clock)
+        staged = [tier for tier, one in regions.devices.items() if not one.shares]
+        self.archives = Archives(core, archives or {}, self.links, clock, staged)
         self.probes = Probes(self, host_tier)
         self._sessions = Sessions()
         self._rows = Rows(ledger, lambda ticket: core.persisted(ticket, clock.monotonic_ns()))
@@ -104,7 +102,6 @@ class Store(Mapped):
             reviews_held=lambda: core.review_states()["held"],
             hold=self.hold,
             pause_memory=lambda paused: self._regions.pause(paused, clock.monotonic_ns()),
-            set_admission=core.set_admission,
         )
 
     # ------------------------------------------------------------------ life
@@ -121,6 +118,7 @@ class Store(Mapped):
         self._regions.retry()
         self._rows.retry()
         self._mover.relieve()
+        self.lose_devices(self.clock.monotonic_ns())
         self.core.save_ahead(False, self.clock.monotonic_ns())
         self._run()
         self.guards.tick(self.clock.monotonic_ns())
@@ -157,7 +155,8 @@ class Store(Mapped):
     def stats(self) -> StoreStats:
         """A snapshot of plain values: may be handed to another thread."""
         host, archives = self._host.stats(), self.archives.stats()
-        states = {name: one.state for name, one in archives.items()}
+        devices = {self.tiers[i].name: one.stats() for i, one in self._regions.devices.items()}
+        states = {name: one.state for name, one in (archives | devices).items()}
         return StoreStats(
             state="draining" if self.draining else "ready",
             uptime_s=(self.clock.monotonic_ns() - self.started_ns) / 1e9,
@@ -167,6 +166,7 @@ class Store(Mapped):
             archives=archives,
             links=tuple(map(link_stats, self.tiers, self.links, self.probes.counts())),
             guards=self.guards.stats(),
+            devices=devices,
         )
 
     # ------------------------------------------------------------------ sessions
@@ -205,7 +205,6 @@ class Store(Mapped):
         return len(self._sessions)
 
     def _gone(self, region_id: int) -> None:
-        self._host.released(region_id)
         self.core.region_gone(region_id, self.clock.monotonic_ns())
         self._run()
 
@@ -262,17 +261,19 @@ class Store(Mapped):
         wait_ns: int,
         load_ns: int = 0,
         all_or_nothing: bool = False,
+        device_uuid: str = "",
     ) -> Leased:
         """Read lease on what of `keys` is there, or comes within `wait_ns` from writers, or within
         `load_ns` from slower tiers.
 
         `ttl_ns` counts from the answer; None is for view leases, which have no deadline.
+        device_uuid: see `reach`.
         """
-        below, most_ns = None, wait_ns
-        if load_ns and self.archives:
+        below, most_ns, reach = None, wait_ns, self.reach(device_uuid)
+        if load_ns and (self.archives or reach is not None):
             codes = self.core.lookup(session.id, space_id, keys)
             below = await self.archives.below(space_id, keys, codes)
-            if below or PENDING in codes:  # else nothing is loaded, and the lease ends by its ttl
+            if below or comes(codes, reach):  # else nothing is loaded; the lease ends by its ttl
                 most_ns = max(wait_ns, load_ns)
         now_ns = self.clock.monotonic_ns()
         acquired = self.core.acquire(
@@ -284,6 +285,7 @@ class Store(Mapped):
             wait=wait_ns > 0,
             all_or_nothing=all_or_nothing,
             below=below,
+            reach=reach,
             now_ns=now_ns,
         )
         self._run()
@@ -351,14 +353,6 @@ class Store(Mapped):
         self._run()
         return counts
 
-    def block_view(self, place: Place, length: int) -> NDArray[np.uint8]:
-        """The daemon's own view of a leased block's bytes, for the byte streams."""
-        return self._host.view(place, length)
-
-    def generation(self, place: Place) -> int:
-        """The slot's generation now: another than the place's once another block has the slot."""
-        return self._host.generation(place.region, place.slot)
-
     def leased_bytes(self, session: Session, lease_id: int, blocks: int) -> int:
         """Bytes of so many blocks of a read lease, at most all of it; 0: none of this group."""
         return self.core.leased_bytes(session.id, lease_id, blocks)
@@ -392,10 +386,6 @@ class Store(Mapped):
         )
         self._run()
         return reserved
-
-    def staging_view(self, region_id: int, offset: int, length: int) -> NDArray[np.uint8]:
-        """The daemon's own view of a staging window, for pushed byte streams."""
-        return self._host.staging_view(region_id, offset, length)
 
     async def commit(
         self, session: Session, lease_id: int, *, durable: bool, wait_ns: int

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvstore.core.effects import Copy, Forget
+from kvstore.model.hits import ABSENT, PENDING
 from kvstore.model.reasons import Reason
 from kvstore.model.values import CoreStats, Place, Region, TierSpec
 from kvstore.policy.links import Link
 from kvstore.store.guards import GuardStats
 from kvstore.tiers.base import ArchiveStats
+from kvstore.tiers.device import DeviceStats
 from kvstore.tiers.host import HostStats
 
 
@@ -60,7 +62,7 @@ class LinkStats(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StoreStats:
     """What `Store.stats` tells; `tier_states` has a word or a sentence for each tier, `archives`
-    the numbers of those that are not the core's.
+    the numbers of those that are not the core's, `devices` what else is known of GPUs.
     """
 
     state: str
@@ -71,6 +73,17 @@ class StoreStats:
     archives: Mapping[str, ArchiveStats] = field(default_factory=dict)
     links: tuple[LinkStats, ...] = ()
     guards: tuple[GuardStats, ...] = ()
+    devices: Mapping[str, DeviceStats] = field(default_factory=dict)
+
+
+class DevicePool(NamedTuple):
+    """The memory of a device region as its tenant's clients open it: see `driver.Exported`."""
+
+    device_uuid: str
+    kind: int
+    mapped_bytes: int
+    fd: int
+    ipc_handle: bytes
 
 
 def link_stats(tier: TierSpec, link: Link, probes: int) -> LinkStats:
@@ -86,6 +99,13 @@ def link_stats(tier: TierSpec, link: Link, probes: int) -> LinkStats:
         link.queued_bytes,
         probes,
     )
+
+
+def comes(codes: bytes, reach: frozenset[int] | None) -> bool:
+    """Whether a reader of these blocks may wait for some: on their way, or out of his reach."""
+    if reach is None:
+        return PENDING in codes
+    return any(code != ABSENT and code - 1 not in reach for code in codes)
 
 
 WARM_SHARE = 15 / 16

@@ -4,7 +4,7 @@ Promises. A region begins all zero, belongs to one tenant for life, and all of t
 within the capacity. A copy is said to have ended only after its event has; its target's generation
 is the caller's to write before. Host memory is registered with the device once a region, when a
 copy touches it first, and unregistered before it is unmapped. When the device is lost, everything
-here fails from then on, and `on_lost` is called once; nothing else ever raises out of it.
+here fails from then on, and `lost` says so.
 
 `assign`, `unassign`, `released`, `fd`, `exported` belong to the event loop's thread and never touch
 the driver; `cross`, `read`, `release_host` belong to others and may take as long as the device
@@ -69,6 +69,15 @@ class DeviceStats:
     unpinned_reason: str
     lost: str
 
+    @property
+    def state(self) -> str:
+        """A word, or the sentence that says what is wrong."""
+        if self.lost:
+            return f"lost: {self.lost}"
+        return (
+            f"host memory is not pinned: {self.unpinned_reason}" if self.unpinned_reason else "ok"
+        )
+
 
 class _Region:
     """An open region. `memory` is None until a copy needs it; `guard` is held while it is made."""
@@ -101,17 +110,15 @@ class DeviceTier:
         background: Executor,
         host_map: HostMap,
         export: bool = False,
-        on_lost: Callable[[str], None] = lambda why: None,
     ) -> None:
         """`background` runs what need not be waited for. `export`: whether pools are handed to
-        clients. `on_lost` is called on any thread but the loop's.
+        clients.
         """
         self._driver = driver
         self._capacity_bytes = capacity_bytes
         self._background = background
         self._host_map = host_map
         self._export = export
-        self._on_lost = on_lost
         self._regions: dict[int, _Region] = {}
         self._closing: dict[int, int] = {}
         self._made_bytes = 0
@@ -136,6 +143,11 @@ class DeviceTier:
     def device_uuid(self) -> str:
         """Of the GPU."""
         return self._driver.uuid
+
+    @property
+    def shares(self) -> bool:
+        """Whether pools are handed to clients."""
+        return self._export
 
     @property
     def lost(self) -> str:
@@ -304,7 +316,6 @@ class DeviceTier:
                 first = not self._closed
         if first:
             log.error("device tier: the device is lost, the tier is dropped: %s", error)
-            self._on_lost(self._lost)
         if isinstance(error, DeviceFullError):
             return NoSpace(Reason.NO_SPACE, str(error), "device.capacity_bytes")
         return error

@@ -29,6 +29,7 @@ from kvstore.store.guarded import GuardedArchive
 from kvstore.tiers import memory_budget
 from kvstore.tiers.base import Archive
 from kvstore.tiers.host import HostTier
+from kvstore_server import gpu as gpus
 from kvstore_server.disk import (
     DISK_LIMITS,
     READERS,
@@ -44,12 +45,12 @@ from kvstore_server.logs import event
 from kvstore_server.process import region_share, why_few_descriptors
 
 if TYPE_CHECKING:
+    from kvstore.tiers.device import DeviceTier
     from kvstore.tiers.disk.opening import DiskFolder
     from kvstore.tiers.disk.tier import DiskTier
 
 log = logging.getLogger(__name__)
 
-HOST, DISK = 0, 1  # indexes of the tiers
 COPY_THREADS = 2
 # How much larger than memory a disk tier is taken for that takes what its file system has.
 DISK_SHARE = 10
@@ -95,42 +96,59 @@ class Assembly:
             undo.callback(self.host.close)
             executor = ThreadPoolExecutor(COPY_THREADS, "kvstore-copy")
             undo.callback(executor.shutdown, wait=True, cancel_futures=True)
+            tiers = self._tiers(settings)
+            at = {tier.name: index for index, tier in enumerate(tiers)}
             archives: dict[int, Archive] = {}
             if self.disk is not None:
-                archives[DISK] = GuardedArchive(self.disk)
-            device = device_threads() if archives else None
-            if device is not None:
+                archives[at["disk"]] = GuardedArchive(self.disk)
+            devices: dict[int, DeviceTier] = {}
+            gpu = gpus.device_threads() if gpus.NAME in at else None
+            if gpu is not None:
+                undo.callback(gpu.shutdown, wait=True)
+                device = gpus.make_device(settings, self.host, gpu)
+                devices[at[gpus.NAME]] = device
+                undo.callback(lambda: gpu.submit(device.close).result())
+            disk_threads = device_threads() if archives else None
+            if disk_threads is not None:
                 # Not waited for: what hangs in a device must not keep the daemon from ending.
-                undo.callback(device.shutdown, wait=False, cancel_futures=True)
+                undo.callback(disk_threads.shutdown, wait=False, cancel_futures=True)
             loop = asyncio.get_running_loop()
             if settings.ledger_path:
                 loop.set_default_executor(ledger_threads())
             self.mover = Mover(
-                {HOST: self.host, STAGING: self.host},
+                {at["host"]: self.host, STAGING: self.host},
                 clock=clock,
                 post=loop.call_soon_threadsafe,
                 on_done=self._copies_done,
                 executor=executor,
                 workers=COPY_THREADS,
                 archives=archives,
-                archive_executor=device,
+                archive_executor=disk_threads,
                 archive_readers=READERS,
                 on_forgotten=self._forgotten,
+                remotes=devices,
+                remote_executor=gpu,
             )
             undo.callback(self.mover.close)
             host_link = Link(
                 "host", bytes_per_second=HOST_BYTES_PER_SECOND, latency_ns=HOST_LATENCY_NS
             )
+            links = {
+                "host": host_link,
+                "disk": disk_link(host_link),
+                gpus.NAME: gpus.device_link(settings, host_link),
+            }
             self.store = Store(
-                self._core(settings, core_limits),
+                self._core(settings, core_limits, tiers),
                 host=self.host,
-                host_tier=HOST,
+                host_tier=at["host"],
                 mover=self.mover,
                 ledger=self.ledger,
                 clock=clock,
                 archives=archives,
                 guard_limits=guard_limits(settings.guards),
-                links=[host_link, disk_link(host_link)],
+                links=[links[tier.name] for tier in tiers],
+                devices=devices,
             )
             self.store.guards.listeners.append(tell_of_guard)
             self.store.restore()
@@ -179,18 +197,23 @@ class Assembly:
     def _start_disk(self, disk: DiskTier, loop: asyncio.AbstractEventLoop) -> None:
         """From here on it opens and loads by itself; the spaces of earlier runs are known."""
 
+        tier = [one.name for one in self.store.tiers].index("disk")
+
         def dropped(space_id: int, keys: list[bytes]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self.store.core.archive_dropped, DISK, space_id, keys)
+                loop.call_soon_threadsafe(self.store.core.archive_dropped, tier, space_id, keys)
 
         disk.on_dropped = dropped
         disk.start()
 
-    def _core(self, settings: Settings, core_limits: CoreLimits) -> Core:
+    def _tiers(self, settings: Settings) -> list[TierSpec]:
         tiers = [TierSpec("host", TierKind.POOL, self.capacity_bytes, ingest=True)]
         if settings.disk.path:
             # What it may take is its own affair, and known once its file system was asked.
             tiers.append(TierSpec("disk", TierKind.ARCHIVE, settings.disk.capacity_bytes or 1))
+        return gpus.with_device(settings, tiers)
+
+    def _core(self, settings: Settings, core_limits: CoreLimits, tiers: list[TierSpec]) -> Core:
         tenants = [TenantSpec(name, one.quota_bytes) for name, one in settings.tenants.items()]
         archive_bytes = 0
         if settings.disk.path:

@@ -30,10 +30,12 @@ from google.protobuf.message import DecodeError
 from kvstore.clock import Clock, SystemClock
 from kvstore.model.reasons import Reason
 from kvstore.shm import FRAME_BYTES_MAX, close_fds
+from kvstore.store.values import DevicePool
 from kvstore.wire.v1 import fd_pb2, store_pb2
 from kvstore_server.fdreads import LeaseStore, Reads, wanted
 from kvstore_server.logs import Throttled
 from kvstore_server.peers import Process, Processes, peer_uid
+from kvstore_server.regioninfo import RegionLike, pool_to_wire, region_to_wire
 
 log = logging.getLogger(__name__)
 
@@ -61,21 +63,6 @@ class SessionLike(Protocol):
     def ended(self) -> asyncio.Event: ...
 
 
-class RegionLike(Protocol):
-    """What is needed of kvstore.model.values.Region."""
-
-    @property
-    def id(self) -> int: ...
-    @property
-    def slot_bytes(self) -> int: ...
-    @property
-    def slots(self) -> int: ...
-    @property
-    def header_bytes(self) -> int: ...
-    @property
-    def total_bytes(self) -> int: ...
-
-
 class FdStore(LeaseStore, Protocol):
     """What is needed of kvstore.store.Store. Descriptors stay the store's; they are duplicated
     before they are sent."""
@@ -87,7 +74,9 @@ class FdStore(LeaseStore, Protocol):
     def bind_fd(self, session: Any) -> None: ...
     def end_session(self, session_id: int) -> None: ...
     def regions_of(self, tenant: str) -> Sequence[RegionLike]: ...
+    def region_of(self, region_id: int, tenant: str) -> RegionLike | None: ...
     def region_fd(self, region_id: int, tenant: str) -> int | None: ...
+    def device_pool(self, region_id: int, tenant: str) -> DevicePool | None: ...
     def staging_fd(self, session_id: int) -> tuple[int, int, int] | None: ...
     def holder_added(self, region_id: int) -> None: ...
     def holder_gone(self, region_id: int) -> None: ...
@@ -276,6 +265,8 @@ class Connection:
             self._refuse(request.seq, Reason.SESSION_UNKNOWN)
         elif kind == "get_region":
             self._give_region(request.seq, request.get_region.region_id)
+        elif kind == "get_device":
+            self._give_device(request.seq, request.get_device.region_id)
         elif kind == "get_staging":
             self._give_staging(request.seq, self.session.id)
         else:
@@ -295,7 +286,7 @@ class Connection:
         self._server.bound[session.id] = self
         self._store.bind_fd(session)
         self._ended = self._loop.create_task(self._linger(session))
-        regions = [_info(region) for region in self._store.regions_of(self._tenant)]
+        regions = [region_to_wire(one, None) for one in self._store.regions_of(self._tenant)]
         welcome = fd_pb2.FdWelcome(regions=regions[:WELCOME_REGIONS_MAX])
         self.send(fd_pb2.FdReply(seq=request.seq, reason=_OK, welcome=welcome))
 
@@ -330,13 +321,22 @@ class Connection:
 
     def _give_region(self, seq: int, region_id: int) -> None:
         fd = self._store.region_fd(region_id, self._tenant)
-        regions = self._store.regions_of(self._tenant)
-        region = next((one for one in regions if one.id == region_id), None)
+        region = self._store.region_of(region_id, self._tenant)
         if fd is None or region is None:
             self._refuse(seq, Reason.REGION_UNKNOWN)
             return
         self._hold(region_id)
-        self.send(fd_pb2.FdReply(seq=seq, reason=_OK, region=_info(region)), fd)
+        info = region_to_wire(region, self._store.device_pool(region_id, self._tenant))
+        self.send(fd_pb2.FdReply(seq=seq, reason=_OK, region=info), fd)
+
+    def _give_device(self, seq: int, region_id: int) -> None:
+        pool = self._store.device_pool(region_id, self._tenant)
+        if pool is None:
+            self._refuse(seq, Reason.REGION_UNKNOWN)
+            return
+        self._hold(region_id)
+        reply = fd_pb2.FdReply(seq=seq, reason=_OK, device=pool_to_wire(pool))
+        self.send(reply, pool.fd if pool.fd >= 0 else None)
 
     def _give_staging(self, seq: int, session_id: int) -> None:
         staging = self._store.staging_fd(session_id)
@@ -472,13 +472,3 @@ class Connection:
 
 
 _OK = store_pb2.Reason.ValueType(Reason.OK)
-
-
-def _info(region: RegionLike) -> store_pb2.RegionInfo:
-    return store_pb2.RegionInfo(
-        region_id=region.id,
-        slot_bytes=region.slot_bytes,
-        slots=region.slots,
-        data_offset=region.header_bytes,
-        total_bytes=region.total_bytes,
-    )

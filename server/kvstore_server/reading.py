@@ -11,7 +11,7 @@ from kvstore.model.layout import Layout
 from kvstore.model.plan import Plan
 from kvstore.model.reasons import BadRequest, KVStoreError, Reason
 from kvstore.model.sampling import Arm
-from kvstore.model.values import Absence, LeaseMode, Region
+from kvstore.model.values import Absence, LeaseMode
 from kvstore.policy.plan import runs_of
 from kvstore.store import NS_PER_MS, Leased, Store
 from kvstore.wire import convert
@@ -27,6 +27,7 @@ from kvstore_server.advice import (
 from kvstore_server.boundary import Boundary, Call, bound_text
 from kvstore_server.evidence import Evidence
 from kvstore_server.loads import Loads, seconds_of
+from kvstore_server.regioninfo import region_to_wire
 
 GROUPS_MAX = 16
 
@@ -239,6 +240,7 @@ class ReadCalls:
             wait_ns=self._boundary.wait_ns(call, request.wait_ms),
             load_ns=self._boundary.load_ns(call),
             all_or_nothing=request.all_or_nothing,
+            device_uuid=request.device_uuid if session.fd_bound else "",
         )
         try:
             session.grants.check(request.nonce)
@@ -257,7 +259,10 @@ class ReadCalls:
             ttl_ms=0 if view else ttl_ms,
             fingerprint_digest=digest,
             block_bytes=layout.block_bytes,
-            regions=map(region_to_wire, leased.regions),
+            regions=[
+                region_to_wire(one, self._store.device_pool(one.id, self._tenant))
+                for one in leased.regions
+            ],
             reason=convert.reason_to_wire(absence.reason),
             differences=convert.differences_to_wire(absence.differences),
         )
@@ -356,16 +361,6 @@ def _tokens_before(groups: Sequence[GroupPresence], tokens: int, tiers: set[int]
             whole = len(groups) == 1 and group.rule is not HitRule.TRAILING
             return blocks * group.block_tokens if whole else 0
     return tokens
-
-
-def region_to_wire(region: Region) -> pb.RegionInfo:
-    return pb.RegionInfo(
-        region_id=region.id,
-        slot_bytes=region.slot_bytes,
-        slots=region.slots,
-        data_offset=region.header_bytes,
-        total_bytes=region.total_bytes,
-    )
 
 
 def ttl(asked_ms: int, most_ms: int) -> int:

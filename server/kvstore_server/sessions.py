@@ -99,6 +99,7 @@ class SessionCalls:
             fd_socket=self._fd_socket,
             fd_fetch=self._fd_socket,
             tiers=[tier.name for tier in self._store.tiers],
+            device_uuids=self._store.device_uuids if self._fd_socket else [],
         )
 
     async def detach(self, call: Call) -> pb.DetachReply:

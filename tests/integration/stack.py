@@ -25,6 +25,8 @@ from kvstore.model.values import STAGING, CoreLimits, TenantSpec, TierKind, Tier
 from kvstore.mover import Completion, Mover
 from kvstore.policy.links import Link
 from kvstore.store import Store
+from kvstore.testing.gpu import RecordingDriver
+from kvstore.tiers.device import DeviceTier
 from kvstore.tiers.host import HostTier
 from kvstore_server import locks, servicer
 from kvstore_server.admin import AdminServicer
@@ -76,14 +78,17 @@ class Stack:
         ring_records: int = 1_000,
         core_type: type[Core] = Core,
         sampling: Sampling = ALL_SERVED,
+        device: RecordingDriver | None = None,
         **limits: int,
     ) -> None:
+        """`device`: a GPU below the host's tier, of half its size."""
         self.limits: Limits = Settings().limits_for(capacity_bytes)._replace(**limits)
         self.tenants = tenants
         self.ring = Ring(ring_records)
         self.metrics = Metrics()
         self.drains: list[float] = []
         self._sampling = sampling
+        self._device = device
         self._folder = folder
         self._capacity_bytes = capacity_bytes
         self._ledger = ledger or VolatileLedger()
@@ -197,18 +202,27 @@ class Stack:
         undo.callback(self.host.close)
         executor = ThreadPoolExecutor(2)
         undo.callback(executor.shutdown)
+        tiers = [TierSpec("host", TierKind.POOL, self._capacity_bytes, ingest=True)]
+        links = [Link("host", bytes_per_second=HOST_BYTES_PER_SECOND, latency_ns=500_000)]
+        devices: dict[int, DeviceTier] = {}
+        if self._device is not None:
+            tiers.append(TierSpec("device", TierKind.POOL, self._capacity_bytes // 2))
+            links.append(Link("device", bytes_per_second=10e9, then=links[0]))
+            devices[1] = self._make_device(self._device, undo)
         mover = Mover(
             {0: self.host, STAGING: self.host},
             clock=clock,
             post=self.loop.call_soon_threadsafe,
             on_done=self._done,
             executor=executor,
+            remotes=devices,
+            remote_executor=executor,
         )
         undo.callback(mover.close)
         self.mover = HeldMover(mover)
         self.store = Store(
             self._core_type(
-                [TierSpec("host", TierKind.POOL, self._capacity_bytes, ingest=True)],
+                tiers,
                 [TenantSpec(name) for name in self.tenants],
                 core_limits,
             ),
@@ -217,9 +231,22 @@ class Stack:
             mover=self.mover,
             ledger=self._ledger,
             clock=clock,
-            links=[Link("host", bytes_per_second=HOST_BYTES_PER_SECOND, latency_ns=500_000)],
+            links=links,
+            devices=devices,
         )
         self.store.restore()
+
+    def _make_device(self, driver: RecordingDriver, undo: contextlib.ExitStack) -> DeviceTier:
+        threads = ThreadPoolExecutor(1)
+        undo.callback(threads.shutdown)
+        device = DeviceTier(
+            driver, self._capacity_bytes // 2, background=threads, host_map=self.host.mapped
+        )
+        threads.submit(device.open).result()
+        undo.callback(lambda: threads.submit(device.close).result())
+        self.host.unmapping = device.release_host
+        driver.loop_thread = threading.get_ident()
+        return device
 
     def _done(self, done: Sequence[Completion]) -> None:
         self.store.copies_done(done)

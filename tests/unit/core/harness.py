@@ -79,6 +79,8 @@ class Bench:
     """A core with a host pool of `slots` blocks of 4 KiB beside staging for `sessions` writers of
     up to 4 blocks each, and what else a test asks for.
 
+    device_below: whether the device's pool is the lower one.
+
     checks: whether `run` checks all invariants. copies: those that are out; `run` ends them unless
     `hold_copies`. closing: regions that are closed; `run` lets them go unless `hold_regions`.
     """
@@ -90,6 +92,7 @@ class Bench:
         sessions: int = 1,
         capacity_bytes: int | None = None,
         device_slots: int = 0,
+        device_below: bool = False,
         disk: bool = False,
         tenants: Sequence[TenantSpec] = (TenantSpec("a"),),
         limits: CoreLimits | None = None,
@@ -99,12 +102,13 @@ class Bench:
         capacity = capacity_bytes or pool_bytes(slots) + sessions * self.window * BLOCK
         tiers = [TierSpec(HOST, TierKind.POOL, capacity, ingest=True)]
         if device_slots:
-            tiers.insert(0, TierSpec(DEVICE, TierKind.POOL, pool_bytes(device_slots)))
+            device = TierSpec(DEVICE, TierKind.POOL, pool_bytes(device_slots))
+            tiers.insert(1 if device_below else 0, device)
         if disk:
             tiers.append(TierSpec(DISK, TierKind.ARCHIVE, 2**30))
         limits = limits or CoreLimits(staging_bytes=self.window * BLOCK, staging_share=0.9)
         self.core = Core(tiers, tenants, limits, policy)
-        self.host = len(tiers) - 1 - disk
+        self.host = [tier.name for tier in tiers].index(HOST)
         self.disk = len(tiers) - 1
         self.now_ns = 100 * SECOND
         self.hold_copies = False

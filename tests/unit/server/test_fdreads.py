@@ -117,7 +117,13 @@ class FakeStore:
     def regions_of(self, tenant: str) -> list[Any]:
         return []
 
+    def region_of(self, region_id: int, tenant: str) -> Any:
+        return None
+
     def region_fd(self, region_id: int, tenant: str) -> int | None:
+        return None
+
+    def device_pool(self, region_id: int, tenant: str) -> Any:
         return None
 
     def staging_fd(self, session_id: int) -> tuple[int, int, int] | None:

@@ -24,6 +24,7 @@ from kvstore.clock import SystemClock
 from kvstore.model.reasons import Reason
 from kvstore.model.values import Place
 from kvstore.shm import FRAME_BYTES_MAX, recv_frame, send_frame
+from kvstore.store.values import DevicePool
 from kvstore.wire.v1 import fd_pb2, store_pb2
 from kvstore_server import fdsocket
 from kvstore_server.fdsocket import FdSocket
@@ -70,6 +71,7 @@ class FakeStore:
         self.regions: dict[str, list[FakeRegion]] = {"alice": [FakeRegion(7)], "bob": []}
         self.fds = {7: _memfd(b"seven"), 9: _memfd(b"staging")}
         self.staging: dict[int, int] = {}
+        self.pools: dict[tuple[str, int], DevicePool] = {}
         self.holders: Counter[int] = Counter()
         self.bound: list[int] = []
         self.ended: list[int] = []
@@ -91,6 +93,12 @@ class FakeStore:
 
     def regions_of(self, tenant: str) -> list[FakeRegion]:
         return self.regions[tenant]
+
+    def region_of(self, region_id: int, tenant: str) -> FakeRegion | None:
+        return next((one for one in self.regions[tenant] if one.id == region_id), None)
+
+    def device_pool(self, region_id: int, tenant: str) -> DevicePool | None:
+        return self.pools.get((tenant, region_id))
 
     def region_fd(self, region_id: int, tenant: str) -> int | None:
         known = any(region.id == region_id for region in self.regions[tenant])
@@ -226,6 +234,7 @@ async def test_hello_binds_the_session_and_names_the_regions(setup: Setup) -> No
         {"fetch": fd_pb2.FdFetch()},
         {"get_region": fd_pb2.GetRegion(region_id=7)},
         {"get_staging": fd_pb2.GetStaging()},
+        {"get_device": fd_pb2.GetDevice(region_id=7)},
         {"unmapped": fd_pb2.Unmapped(region_id=7)},
     ],
 )
@@ -259,6 +268,44 @@ async def test_a_region_comes_with_its_descriptor_once_counted(setup: Setup) -> 
         assert os.pread(fd, 5, 0) == b"seven"
         os.close(fd)
     assert setup.store.holders == {7: 1}
+
+
+async def test_a_device_pool_comes_with_its_descriptor_and_its_file(setup: Setup) -> None:
+    """The file ends where the generations do; both together are one hold."""
+    setup.store.pools["alice", 7] = DevicePool("GPU-1", 1, 2 << 20, setup.store.fds[9], b"")
+    client = setup.connect()
+    await client.hello()
+    reply, (fd,) = await client.ask(get_device=fd_pb2.GetDevice(region_id=7))
+    device = reply.device
+    assert (device.device_uuid, device.mapped_bytes) == ("GPU-1", 2 << 20)
+    assert device.kind == store_pb2.DEVICE_HANDLE_KIND_CUDA_FD
+    assert os.pread(fd, 7, 0) == b"staging"
+    os.close(fd)
+    reply, (fd,) = await client.ask(get_region=fd_pb2.GetRegion(region_id=7))
+    os.close(fd)
+    assert reply.region.device == device
+    assert reply.region.total_bytes == reply.region.data_offset == 4096
+    assert setup.store.holders == {7: 1}
+    client.tell(unmapped=fd_pb2.Unmapped(region_id=7))
+    await client.ask(get_device=fd_pb2.GetDevice(region_id=8))  # heard after what was told
+    assert not setup.store.holders[7]
+
+
+async def test_a_pool_by_legacy_handle_comes_without_a_descriptor(setup: Setup) -> None:
+    setup.store.pools["alice", 7] = DevicePool("GPU-1", 2, 2 << 20, -1, b"h" * 64)
+    client = setup.connect()
+    await client.hello()
+    reply, fds = await client.ask(get_device=fd_pb2.GetDevice(region_id=7))
+    assert (reply.device.ipc_handle, fds) == (b"h" * 64, [])
+
+
+async def test_a_pool_is_never_given_to_another_tenant(setup: Setup) -> None:
+    setup.store.pools["alice", 7] = DevicePool("GPU-1", 1, 2 << 20, setup.store.fds[9], b"")
+    client = setup.connect("bob")
+    await client.hello(SECRET[::-1])
+    reply, fds = await client.ask(get_device=fd_pb2.GetDevice(region_id=7))
+    assert (Reason(reply.reason), fds) == (Reason.REGION_UNKNOWN, [])
+    assert not setup.store.holders
 
 
 async def test_a_region_is_handed_out_although_no_descriptor_is_left(setup: Setup) -> None:
