@@ -175,7 +175,7 @@ class Moves:
         archive = books.archive_below(slot.pool.tier)
         if archive is None or slot.saved:
             return Reason.MISS_EVICTED
-        if not space.may_be_saved or not slot.pool.policy.admit(slot):
+        if not space.may_be_saved or not slot.pool.policy.admit(slot, books.admission[archive]):
             return Reason.MISS_NOT_ADMITTED
         if (space.id, slot.key) in books.saving:
             return Reason.MISS_EVICTED

@@ -102,6 +102,7 @@ class Store(Mapped):
             reviews_held=lambda: core.review_states()["held"],
             hold=self.hold,
             pause_memory=lambda paused: self._regions.pause(paused, clock.monotonic_ns()),
+            set_admission=core.set_admission,
         )
 
     # ------------------------------------------------------------------ life
