@@ -60,6 +60,10 @@ class Spaces(Protocol):
         """The space of the model as it is known now. Makes no call."""
         ...
 
+    def connect(self, deadline_ms: int) -> None:
+        """Connects if it is not yet; offers nothing. Called from the tier's threads."""
+        ...
+
     def reset(self) -> None:
         """The engine's weights may have changed: nothing that was stored may be used again."""
         ...
@@ -154,6 +158,10 @@ class AsyncTier:
         self._stores: Lane[_Job] = Lane("kvstore-store", self._store, self._fail, threaded=threaded)
 
     # ---------------------------------------------------------------- for the engine's thread
+
+    def connect_ahead(self) -> None:
+        """Connects meanwhile: else the first request waits for it, or is too early for a hit."""
+        self._lookups.submit([])
 
     def request_began(self, request_id: str) -> None:
         """Until `request_finished` the engine may hold KV of this request."""
@@ -319,6 +327,8 @@ class AsyncTier:
         return deadline_ms - (self._clock_ns() - since_ns) // 1_000_000
 
     def _look_up(self, questions: list[_Question]) -> None:
+        if not questions:  # see connect_ahead
+            self._spaces.connect(self._deadlines.load_ms)
         for question in questions:
             left_ms = self._left_ms(question.asked[0].asked_ns, self._deadlines.lookup_ms)
             if left_ms <= 0:  # of a request that has gone on, or will at once

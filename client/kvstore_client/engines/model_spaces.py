@@ -89,6 +89,10 @@ class ModelSpaces:
         self._fingerprint = fingerprint
         self._space = self._client.space(offer_of(fingerprint, self._mark))
 
+    def connect(self, deadline_ms: int) -> None:
+        """Connects if it is not yet. A space is offered later, when the weights may be known."""
+        self._client.connection(deadline_ms)
+
     def reset(self) -> None:
         """From now on nothing that was stored before is found."""
         with self._lock:

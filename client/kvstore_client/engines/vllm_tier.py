@@ -155,7 +155,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
             rows.shape[0],
             facts.content_bytes,
         )
-        return AsyncTier(
+        tier = AsyncTier(
             spaces,
             rows,
             facts.content_bytes,
@@ -163,6 +163,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
             deadlines=deadlines,
             durable=bool(options.durable),
         )
+        tier.connect_ahead()
+        return tier
 
     def _stumbled(self, hook: str) -> None:
         count = self._stumbles[hook] = self._stumbles.get(hook, 0) + 1

@@ -141,6 +141,29 @@ def test_nothing_is_asked_before_the_step_ends_and_then_in_one_call(stage: Stage
     assert not stage.tier.work(), "an answer is not asked for again"
 
 
+def test_the_first_question_finds_the_daemon_connected_and_nothing_was_offered_before(
+    stage: Stage,
+) -> None:
+    stage.tier.connect_ahead()
+    assert stage.tier.work()
+    assert stage.store.requests == {"Attach": 1}
+    assert stage.ask(engine_keys(2)) == [Answer.MISS] * 2
+    assert stage.store.requests["Attach"] == 1
+
+
+def test_a_daemon_that_is_not_there_yet_fails_no_question_by_being_looked_for(
+    store: FakeStore,
+) -> None:
+    def unavailable(method: str, request: Any) -> Any:
+        raise refusal(Reason.UNAVAILABLE)
+
+    stage = Stage(store, unavailable)
+    stage.tier.connect_ahead()
+    assert stage.tier.work()
+    assert stage.ask(engine_keys(1)) == [Answer.MISS]
+    stage.tier.close()
+
+
 def test_the_leading_run_is_a_hit(stage: Stage) -> None:
     keys = engine_keys(4)
     filled(stage, 4)
