@@ -245,10 +245,12 @@ class Arena:
         return self.tenant_bytes[tenant] / max(self._due_bytes(tenant), 1)
 
     def _due_bytes(self, tenant: str) -> int:
-        """The tenant's quota; where staging leaves less than all quotas, its part of that."""
-        quotas = sum(self.quota_bytes.values())
+        """The tenant's part of what staging leaves, by quota: more than its quota where quotas
+        leave something over, since whoever asks most would have all of that; less where staging
+        leaves less than all quotas.
+        """
         left = self.capacity_bytes - self.staging_bytes
-        return self.quota_bytes[tenant] * min(left, quotas) // quotas
+        return self.quota_bytes[tenant] * left // sum(self.quota_bytes.values())
 
     def _claim(
         self,

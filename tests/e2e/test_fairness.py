@@ -22,9 +22,9 @@ BLOCK = 16 << 10
 MODEL = model(BLOCK)
 BLOCKS = 8
 CONFIG = ClientConfig(deadline_ms=20_000)
-OWN = 3
-"""Prompts that the first tenant comes back to: less than half of its quota, so that what is new
-does not push them out, and only the other tenant could.
+OWN = 6
+"""Prompts that the first tenant comes back to: three quarters of its quota. With what is new they
+take more than that, of which half of all memory is the first tenant's however much another asks.
 """
 REQUESTS = 60
 WARM = 20

@@ -231,6 +231,21 @@ def test_a_tenant_that_has_nothing_gets_something_whatever_the_quotas() -> None:
     assert stored or bench.have(two, second, keys(1, "small")) == [True]
 
 
+def test_what_quotas_leave_over_is_parted_as_quotas_are() -> None:
+    """Not by who asks most: a flood had all of it, and who comes later had its quota alone."""
+    for quotas, least in (((1, 1), 8), ((1, 3), 12), ((3, 1), 4)):
+        a, b = (
+            TenantSpec(name, quota_bytes=4 * BLOCK * n)
+            for name, n in zip("ab", quotas, strict=True)
+        )
+        bench, (_, _, two, second) = shared(32, (a, b))
+        for index in range(60):
+            bench.put(two, second, keys(1, f"block {index}"))
+        used = {tenant.tenant: tenant for tenant in bench.core.stats().tenants}
+        assert used["b"].blocks >= least, quotas
+        assert used["a"].used_bytes >= used["a"].quota_bytes
+
+
 def test_an_empty_region_is_taken_once_it_was_left_alone() -> None:
     tenants = (TenantSpec("a", quota_bytes=10 * MIB), TenantSpec("b", quota_bytes=10 * MIB))
     bench, (one, first, _, _) = shared(tenants=tenants)
