@@ -154,13 +154,20 @@ def _load(prompts: deque[_Open], record: Record) -> bool:
         # What was loaded before is asked for again: for another request.
         if first is None or (first < prompt.read and not prompt.named(record)):
             continue
-        prompt.read = first + len(record.keys) // KEY_BYTES
+        prompt.read = first + _read(record)
         prompt.join(record)
         return False
     prompt = _Open(record.keys, record.request_id, record.wall_s)
-    prompt.read = len(record.keys) // KEY_BYTES
+    prompt.read = _read(record)
     prompts.append(prompt)
     return True
+
+
+def _read(record: Record) -> int:
+    """Blocks that the engine does not ask for again: those that it was given, of a prompt that is
+    loaded piece by piece; all of them where it was given none.
+    """
+    return record.handed_on or len(record.keys) // KEY_BYTES
 
 
 def _put(prompts: deque[_Open], record: Record) -> bool:

@@ -8,7 +8,8 @@ Bytes are not moved; every copy that the core asks for ends at once. Keys are di
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ from kvstore.model.values import (
     TierKind,
     TierSpec,
 )
+from kvstore.mover import SAVES_MAX
 from kvstore.policy.base import EvictionPolicy
 from kvstore.simulate.archive import SimulatedArchive
 from kvstore.simulate.trace import BLOCK_TOKENS, Request
@@ -278,14 +280,17 @@ class Replay:
     # ------------------------------------------------------------------ the world
 
     def _run(self) -> None:
-        """Everything that the core wants done is done at once."""
+        """Everything that the core wants done is done at once; saves as a mover does them: so many
+        in a batch, and what waits when one ends is the next, before the core hears of its end.
+        """
         core = self.core
-        while effects := core.effects():
-            saves: list[Copy] = []
+        waiting: deque[Copy] = deque()
+        batch: list[Copy] = []
+        while (effects := core.effects()) or batch:
             for effect in effects:
                 if isinstance(effect, Copy):
                     if effect.why == "save":
-                        saves.append(effect)
+                        waiting.append(effect)
                     else:
                         self._end(effect, self._perform(effect))
                 elif isinstance(effect, Unassign | UnassignStaging):
@@ -294,8 +299,10 @@ class Replay:
                     core.persisted(effect.ticket, self._now_ns)
                 else:
                     assert not isinstance(effect, Forget), "nothing is forgotten in a replay"
-            if saves:
-                self._save(saves)
+            ended = batch or _next_batch(waiting)
+            batch = _next_batch(waiting)
+            if ended:
+                self._save(ended)
             core.save_ahead(False, self._now_ns)
 
     def _perform(self, copy: Copy) -> Reason:
@@ -304,7 +311,7 @@ class Replay:
         assert self.archive is not None
         return Reason.OK if self.archive.load(copy.key) else Reason.MISS_EVICTED
 
-    def _save(self, saves: list[Copy]) -> None:
+    def _save(self, saves: Sequence[Copy]) -> None:
         assert self.archive is not None
         aged = self.archive.save([(one.key, one.parent, one.depth) for one in saves])
         self.core.archive_dropped(DISK, self._space, aged)
@@ -315,3 +322,8 @@ class Replay:
 
     def _end(self, copy: Copy, reason: Reason) -> None:
         self.core.done(copy.copy_id, reason is Reason.OK, reason, None, 1_000, self._now_ns)
+
+
+def _next_batch(waiting: deque[Copy]) -> list[Copy]:
+    """The saves that a mover takes next."""
+    return [waiting.popleft() for _ in range(min(len(waiting), SAVES_MAX))]

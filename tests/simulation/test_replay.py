@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
 
+from kvstore.mover import SAVES_MAX
 from kvstore.policy.choice import NAMES, policy_maker
+from kvstore.simulate.archive import SimulatedArchive
 from kvstore.simulate.curve import lru_hit_tokens
 from kvstore.simulate.optimum import hit_tokens
 from kvstore.simulate.replay import Replay
-from kvstore.simulate.trace import Request
+from kvstore.simulate.trace import BLOCK_TOKENS, Request
 from tests.simulation.traces import needs_traces, published, ragpulse, reference, requests
 
 PART = slice(0, 300)
@@ -115,3 +118,27 @@ def test_the_replay_of_a_part_is_the_curve() -> None:
     }
     assert [hits["lru"]] == lru_hit_tokens(trace, [1_000])
     assert hits["hit_density"] >= hits["lru"]
+
+
+class Batches(SimulatedArchive):
+    """Remembers how many blocks each batch of saves had."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        super().__init__(capacity_blocks)
+        self.sizes: list[int] = []
+
+    def save(self, blocks: Sequence[tuple[bytes, bytes, int]]) -> list[bytes]:
+        self.sizes.append(len(blocks))
+        return super().save(blocks)
+
+
+def test_a_burst_of_saves_goes_to_disk_in_the_batches_of_a_mover() -> None:
+    """In one batch the disk would make room for all of it at once, and age out other blocks."""
+    memory = 6 * SAVES_MAX
+    archive = Batches(2 * memory)
+    replay = Replay(policy_maker("lru", memory, 2 * memory), memory, archive=archive)
+    ids = range(memory - SAVES_MAX // 4)
+    tokens = [BLOCK_TOKENS] * len(ids)
+    figures = replay.serve([Request(0, sum(tokens), ids, tokens), Request(1, 16, [memory], [16])])
+    assert figures.disk_writes == sum(archive.sizes) > SAVES_MAX
+    assert max(archive.sizes) == SAVES_MAX

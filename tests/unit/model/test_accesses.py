@@ -64,6 +64,20 @@ def test_a_request_is_one_line_however_many_calls_it_took() -> None:
     assert one == Access(100_000, "default", SPACE, b"".join(keys), 16, 165, 96, False)
 
 
+def test_what_did_not_fit_into_one_load_is_the_same_request() -> None:
+    """Loads of one moment are bounded: the engine asks for all, is given a part, and asks on."""
+    keys = chain(10)
+    rounds = [
+        call("lookup", keys, hit=9),
+        call("acquire", keys, hit=6),
+        call("lookup", keys[6:], hit=3),
+        call("acquire", keys[6:], hit=3),
+        call("reserve", keys),
+    ]
+    assert len(lines(*rounds)) == 1
+    assert len(lines(*rounds, *rounds)) == 2
+
+
 def test_the_same_prompt_again_is_another_line() -> None:
     keys = chain(5)
     again = [call("lookup", keys), call("acquire", keys, hit=5)] * 3
