@@ -28,6 +28,7 @@ from kvstore_client import calls, space_layers
 from kvstore_client.aio_layers import AsyncLayerFetch, AsyncLayerPush
 from kvstore_client.channel import CallFailed, Transport
 from kvstore_client.config import ClientConfig
+from kvstore_client.device import Driver
 from kvstore_client.layer_writes import LayerPushing
 from kvstore_client.outcomes import report_of
 from kvstore_client.results import (
@@ -154,8 +155,9 @@ class AsyncClient:
         group: bytes | None = None,
         transport: Callable[[], Transport] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        device: Driver | None = None,
     ) -> None:
-        self._root = Root(target, config, engine_id, group, transport, clock)
+        self._root = Root(target, config, engine_id, group, transport, clock, device)
         self._finalizer = weakref.finalize(self, self._root.close)
 
     def space(self, fingerprint: Fingerprint, rank: int | Rank = 0) -> AsyncSpace:
@@ -209,6 +211,15 @@ class AsyncSpace:
     def block_tokens(self) -> int:
         return self._core.spec.block_tokens
 
+    def _prepared_for(
+        self, data: Any, prepare: Callable[[], Prepared[T]]
+    ) -> Callable[[], Prepared[T]]:
+        """The same, but here and now for a GPU's tensor: its current stream is this thread's."""
+        if not self._core.root.device.owns(data):
+            return prepare
+        prepared = prepare()
+        return lambda: prepared
+
     def keys(
         self, tokens: Tokens, *, salt: bytes = b"", extras: Extras | None = None
     ) -> list[BlockKey]:
@@ -250,8 +261,8 @@ class AsyncSpace:
         request_id: str = "",
         deadline_ms: int | None = None,
     ) -> Fetched:
-        return await _run(
-            self._core.root,
+        prepare = self._prepared_for(
+            out,
             lambda: self._core.fetch(
                 keys,
                 out,
@@ -260,6 +271,10 @@ class AsyncSpace:
                 all_or_nothing=all_or_nothing,
                 request_id=request_id,
             ),
+        )
+        return await _run(
+            self._core.root,
+            prepare,
             deadline_ms,
             lambda: Fetched(0, 0, out, Reason.DEADLINE_EXCEEDED),
         )
@@ -339,8 +354,8 @@ class AsyncSpace:
         deadline_ms: int | None = None,
     ) -> Pushed:
         """See Space.push. A `fill` is called in one of the client's threads."""
-        return await _run(
-            self._core.root,
+        prepare = self._prepared_for(
+            data,
             lambda: self._core.push(
                 tokens_or_keys,
                 data,
@@ -349,6 +364,10 @@ class AsyncSpace:
                 durable=durable,
                 request_id=request_id,
             ),
+        )
+        return await _run(
+            self._core.root,
+            prepare,
             deadline_ms,
             lambda: Pushed(0, 0, 0, 0, 0, 0, Reason.DEADLINE_EXCEEDED),
         )
@@ -417,8 +436,8 @@ class AsyncSpace:
         deadline_ms: int | None = None,
     ) -> Compared:
         """See Space.compare. A `fill` is called in one of the client's threads."""
-        return await _run(
-            self._core.root,
+        prepare = self._prepared_for(
+            computed,
             lambda: self._core.compare(
                 tokens_or_keys,
                 computed,
@@ -426,6 +445,10 @@ class AsyncSpace:
                 tolerance=tolerance,
                 request_id=request_id,
             ),
+        )
+        return await _run(
+            self._core.root,
+            prepare,
             deadline_ms,
             lambda: Compared(0, 0, 0.0, None, Reason.DEADLINE_EXCEEDED),
         )

@@ -30,6 +30,7 @@ from kvstore.model.plan import Overlap
 from kvstore_client import calls, space_layers
 from kvstore_client.channel import CallFailed, Transport
 from kvstore_client.config import ClientConfig
+from kvstore_client.device import Driver
 from kvstore_client.layers import LayerFetch, LayerPush
 from kvstore_client.outcomes import report_of
 from kvstore_client.results import (
@@ -57,7 +58,8 @@ class Client:
 
     target: path of the data socket, with or without `unix:`. engine_id: for the daemon's trace, at
     most 128 bytes. group: 1 to 64 bytes that all processes of one engine instance share; their
-    leases and writes belong together. None: this process alone. transport, clock: for tests.
+    leases and writes belong together. None: this process alone. transport, clock, device: for
+    tests.
     """
 
     def __init__(
@@ -69,8 +71,9 @@ class Client:
         group: bytes | None = None,
         transport: Callable[[], Transport] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        device: Driver | None = None,
     ) -> None:
-        self._root = Root(target, config, engine_id, group, transport, clock)
+        self._root = Root(target, config, engine_id, group, transport, clock, device)
         self._finalizer = weakref.finalize(self, self._root.close)
 
     def space(self, fingerprint: Fingerprint, rank: int | Rank = 0) -> Space:

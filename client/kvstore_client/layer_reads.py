@@ -41,7 +41,7 @@ from kvstore_client.regions import Region
 from kvstore_client.session import Session
 from kvstore_client.steps import Context, Local, Operation, Release, Rpc, granted
 
-__all__ = ["HostTarget", "LayerLease", "LayerRequest", "Target", "copy", "lease"]
+__all__ = ["HostTarget", "LayerLease", "LayerRequest", "Target", "copy", "fetch_whole", "lease"]
 
 
 class Target(Protocol):
@@ -212,6 +212,19 @@ def _run_of(rows: Bytes, blocks: int) -> Run:
     slots = np.arange(blocks, dtype=np.intp)
     never: NDArray[np.uint64] = np.zeros(blocks, np.uint64)
     return Run(blocks, [(rows, slots)], [(never, never)], [])
+
+
+def fetch_whole(context: Context, spec: SpaceSpec, request: LayerRequest) -> Operation[Copied]:
+    """Lease and copies in one, in the caller's thread. all_or_nothing as in `reads`."""
+    held = yield from lease(context, spec, request)
+    wanted = len(request.fetch.keys)
+    if not held.done.blocks:
+        held.end()
+        return held.done
+    done = yield from copy(context, spec, request, held, lambda layers, blocks: None, lambda: True)
+    if request.fetch.all_or_nothing and done.blocks < wanted:
+        done.blocks = done.bytes = 0
+    return done
 
 
 # ---------------------------------------------------------------- the copies

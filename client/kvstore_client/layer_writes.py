@@ -25,12 +25,13 @@ from kvstore_client import writes
 from kvstore_client.arrays import Bytes, strided_of
 from kvstore_client.calls import Binding, SpaceSpec, check_open, in_space
 from kvstore_client.channel import CallFailed
+from kvstore_client.device import DeviceFill, DeviceRows
 from kvstore_client.regions import Staging
 from kvstore_client.results import Pushed
 from kvstore_client.root import Prepared, Root
 from kvstore_client.session import Deadline, Session
 from kvstore_client.steps import Context, MapStaging, Operation, Release, Rpc, granted
-from kvstore_client.streams import RowsFill
+from kvstore_client.streams import Fill, RowsFill
 from kvstore_client.writes import PushRequest, Tally, Window
 
 __all__ = ["LayerPushing", "LayerReservation", "reserve"]
@@ -47,6 +48,7 @@ class LayerReservation:
         self.wanted, self.memory, self.offsets = wanted, memory, offsets
         self.session: Session | None = None
         self.window: Window | None = None
+        self.staging: Staging | None = None
         self.release: Release | None = None
         """Set while the daemon has to be told of the end."""
         self._pid = os.getpid()
@@ -107,12 +109,15 @@ def _reserve(
         if not window.wanted.size and not request.durable:
             raise CallFailed(Reason.INTERNAL, "a reservation of nothing")
         memory: Bytes = np.empty(0, np.uint8)
+        staging: Staging | None = None
         if window.wanted.size:
-            staging: Staging = yield MapStaging(session, reply.staging_region_id)
+            staging = yield MapStaging(session, reply.staging_region_id)
+            assert staging is not None
             memory = _memory_of(staging, window)
         wanted = [start + index for index in window.wanted.tolist()]
         held = LayerReservation(wanted, memory, window.offsets.tolist())
-        held.session, held.window, held.release = session, window, context.release
+        held.session, held.window, held.staging = session, window, staging
+        held.release = context.release
         kept = True
     finally:
         if not kept:
@@ -209,13 +214,19 @@ class LayerPushing:
             raise BadRequest(Reason.BAD_REQUEST, "the push has ended")
         spec = self._spec
         spans = spec.layout.layer_spans(self.first_layer + layer, spec.part)
-        rows = strided_of(data, self._request.offered, spans, name="data", writable=False)
+        first, count, device = self._request.first_block, self._request.offered, self._root.device
+        fill: Fill
+        if device.owns(data):
+            fill = DeviceFill(DeviceRows(device, data, count, spans, "data"), first)
+        else:
+            rows = strided_of(data, count, spans, name="data", writable=False)
+            fill = _rows_fill(rows, spans[0], first)
         self._put.add(layer)
         held = self._held
         if held is None or os.getpid() != self._pid:
             return
         try:
-            work = _filling(held, rows, spans[0], self._request.first_block, self._may_go_on)
+            work = _filling(held, fill, spans[0], self._may_go_on)
             self._copies.append(self._root.workers().submit(work))
         except (KVStoreError, RuntimeError) as error:  # closed, or no thread to be had
             self._failure = Reason.UNAVAILABLE, str(error)
@@ -298,22 +309,32 @@ class LayerPushing:
         self.ended(self._skipped(Reason.ABORTED, "it was not committed"))
 
 
-def _filling(
-    held: LayerReservation,
-    rows: NDArray[Any],
-    span: slice,
-    first_block: int,
-    may_go_on: Callable[[], bool],
-) -> Callable[[], None]:
-    """Work that copies one layer of all wanted blocks to where they go."""
+def _rows_fill(rows: NDArray[Any], span: slice, first_block: int) -> Fill:
     pieces = gather.pieces_of(rows, [span])[0]
 
-    def work() -> None:
+    def fill(index: int, target: Bytes) -> None:
+        source = pieces[index - first_block]
+        np.copyto(target.view(source.dtype).reshape(source.shape), source)
+
+    return fill
+
+
+def _filling(
+    held: LayerReservation, fill: Fill, span: slice, may_go_on: Callable[[], bool]
+) -> Callable[[], None]:
+    """Work that copies one layer of all wanted blocks to where they go."""
+
+    def each(write: Fill) -> None:
         for index, offset in zip(held.wanted, held.offsets, strict=True):
             if not may_go_on():
                 raise CallFailed(Reason.DEADLINE_EXCEEDED, "the layers came too late")
-            source = pieces[index - first_block]
-            target = held.memory[offset + span.start : offset + span.stop]
-            np.copyto(target.view(source.dtype).reshape(source.shape), source)
+            write(index, held.memory[offset + span.start : offset + span.stop])
+
+    def work() -> None:
+        if isinstance(fill, DeviceFill):
+            with fill.into(held.staging):
+                each(fill.begin)
+        else:
+            each(fill)
 
     return work

@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -52,17 +53,43 @@ CLOSE_TIMEOUT_S = 1.0
 GENERATION_BYTES = 8
 
 
-class Region:
-    """A region of blocks, mapped for reading. `gone`: the daemon has closed it."""
+class Pinned(Protocol):
+    """A registration with a device, which ends before the memory goes: see `device.Pin`."""
 
-    __slots__ = ("_slots2d", "generations", "gone", "id", "memory", "slot_bytes", "slots")
+    def end(self, *, wait: bool = False) -> bool: ...
 
-    def __init__(self, info: pb.RegionInfo, memory: shm.MappedRegion) -> None:
-        self.id = info.region_id
-        self.slots = info.slots
-        self.slot_bytes = info.slot_bytes
+
+class _Mapped:
+    """Memory of the daemon in this process. `gone`: the daemon has closed it."""
+
+    def __init__(self, region_id: int, memory: shm.MappedRegion) -> None:
+        self.id = region_id
         self.memory = memory
         self.gone = False
+        self.pin: Pinned | None = None
+
+    def drop(self) -> bool:
+        """Gives the memory up; True once no view holds it any more. Idempotent."""
+        self.gone = True
+        unpinned = self.pin is None or self.pin.end()
+        return unpinned and self.memory.close()
+
+    def withdraw(self) -> None:
+        """Gives the memory up whoever holds it. No generation in it is right any more, and what a
+        slow writer still writes goes nowhere.
+        """
+        if self.pin is not None:
+            self.pin.end(wait=True)
+        self.memory.withdraw()
+
+
+class Region(_Mapped):
+    """A region of blocks, mapped for reading."""
+
+    def __init__(self, info: pb.RegionInfo, memory: shm.MappedRegion) -> None:
+        super().__init__(info.region_id, memory)
+        self.slots = info.slots
+        self.slot_bytes = info.slot_bytes
         self._slots2d = memory.slots2d(info.data_offset, info.slot_bytes, info.slots)
         self.generations = memory.generations(info.slots)
 
@@ -72,35 +99,17 @@ class Region:
         return self._slots2d
 
     def drop(self) -> bool:
-        """Gives the memory up; True once no view holds it any more. Idempotent."""
-        self.gone = True
         self._slots2d = np.empty((0, 0), np.uint8)
         self.generations = np.empty(0, np.uint64)
-        return self.memory.close()
-
-    def withdraw(self) -> None:
-        """Gives the memory up whoever holds it: no generation in it is right any more."""
-        self.memory.withdraw()
+        return super().drop()
 
 
-class Staging:
+class Staging(_Mapped):
     """The session's staging region, mapped for writing; not inherited by forked children."""
 
-    __slots__ = ("gone", "id", "memory", "total_bytes")
-
     def __init__(self, region_id: int, memory: shm.MappedRegion) -> None:
-        self.id = region_id
-        self.memory = memory
+        super().__init__(region_id, memory)
         self.total_bytes = memory.total_bytes
-        self.gone = False
-
-    def drop(self) -> bool:
-        self.gone = True
-        return self.memory.close()
-
-    def withdraw(self) -> None:
-        """Gives the memory up: what a slow writer still writes goes nowhere."""
-        self.memory.withdraw()
 
 
 class Memory:

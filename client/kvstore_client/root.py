@@ -26,6 +26,7 @@ from kvstore_client.calls import (
 )
 from kvstore_client.channel import CallFailed, Transport
 from kvstore_client.config import ClientConfig, check_deadline_ms
+from kvstore_client.device import Driver, TorchCuda
 from kvstore_client.forks import watch_forks
 from kvstore_client.link import PROTOCOL_MAJOR, PROTOCOL_MINOR, Link
 from kvstore_client.results import Connection, Rank
@@ -67,7 +68,9 @@ class Root:
         group: bytes | None,
         open_transport: Callable[[], Transport] | None = None,
         clock: Clock = time.monotonic_ns,
+        device: Driver | None = None,
     ) -> None:
+        self.device: Driver = TorchCuda() if device is None else device
         config = ClientConfig() if config is None else config
         if not isinstance(config, ClientConfig):
             raise BadRequest(Reason.BAD_REQUEST, "config must be a ClientConfig", "config")

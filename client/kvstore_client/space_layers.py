@@ -12,6 +12,7 @@ from kvstore.model.reasons import BadRequest, Reason
 from kvstore_client import layer_reads, layer_writes, reads
 from kvstore_client.arrays import Bytes, strided_of
 from kvstore_client.calls import SpaceSpec
+from kvstore_client.device import DeviceRows, DeviceTarget, Driver
 from kvstore_client.layer_reads import HostTarget, LayerLease, LayerRequest, Target
 from kvstore_client.layer_writes import LayerPushing, Reserved
 from kvstore_client.layers import LayerCopying
@@ -32,7 +33,7 @@ from kvstore_client.spaces import (
 from kvstore_client.steps import Context, Operation
 from kvstore_client.writes import Tally
 
-__all__ = ["fetch_layers", "push_layers"]
+__all__ = ["fetch_layers", "push_layers", "target_of"]
 
 
 def fetch_layers(
@@ -52,7 +53,7 @@ def fetch_layers(
     if type(layers_at_once) is not int or layers_at_once < 1:
         raise BadRequest(Reason.BAD_SIZE, "layers_at_once is an int from 1 on", "layers_at_once")
     keys, no_keys = core.keys_to_load(given)
-    out, targets = layer_targets(core.spec, out, len(keys), part)
+    out, targets = layer_targets(core.spec, core.root.device, out, len(keys), part)
     row_bytes = sum(target.layer_bytes for target in targets)
     offset = core.spec.layout.parts[core.spec.part].offset
     fetching = FetchRequest(
@@ -64,6 +65,7 @@ def fetch_layers(
         request_id=request_id,
         prefill=core.prefill.cost(),
         predicted_ms=predicted_ms(given),
+        prompt_tokens=core.tokens_of(given),
     )
     request = LayerRequest(fetching, targets, layers_at_once, row_bytes)
     fetched = core.fetched_by(fetching, out)
@@ -114,7 +116,9 @@ def push_layers(
     return Prepared(start, failed)
 
 
-def layer_targets(spec: SpaceSpec, out: Any, blocks: int, part: bool) -> tuple[Any, list[Target]]:
+def layer_targets(
+    spec: SpaceSpec, device: Driver, out: Any, blocks: int, part: bool
+) -> tuple[Any, list[Target]]:
     """`out`, made here if it is None, and where each layer goes. BadRequest(BAD_SIZE) if it does
     not fit, (NOT_SUPPORTED) where only the engine knows the inside of its blocks.
     """
@@ -148,9 +152,16 @@ def layer_targets(spec: SpaceSpec, out: Any, blocks: int, part: bool) -> tuple[A
             Reason.BAD_SIZE, f"out has {len(arrays)} arrays for {len(spans)} layers", "out"
         )
     return out, [
-        HostTarget(strided_of(one, blocks, of_layer, name="out", writable=True), of_layer)
+        target_of(device, one, blocks, of_layer)
         for one, of_layer in zip(arrays, spans, strict=True)
     ]
+
+
+def target_of(device: Driver, data: Any, blocks: int, spans: tuple[slice, ...]) -> Target:
+    """Where one layer of the blocks goes, in whatever memory. BadRequest(BAD_SIZE)."""
+    if device.owns(data):
+        return DeviceTarget(DeviceRows(device, data, blocks, spans, "out"))
+    return HostTarget(strided_of(data, blocks, spans, name="out", writable=True), spans)
 
 
 def _never(index: int, target: Bytes) -> None:

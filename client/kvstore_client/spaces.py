@@ -19,9 +19,11 @@ from kvstore.model.keys import BlockKey, Extras, Tokens
 from kvstore.model.plan import Overlap
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore.wire.v1 import store_pb2 as pb
-from kvstore_client import audits, calls, reads, writes
+from kvstore_client import audits, calls, layer_reads, reads, writes
 from kvstore_client.arrays import Bytes, plain_tokens, rows_of
 from kvstore_client.audits import CompareRequest
+from kvstore_client.device import DeviceFill, DeviceRows, DeviceTarget
+from kvstore_client.layer_reads import LayerRequest
 from kvstore_client.prefill import PrefillFit
 from kvstore_client.reads import FetchRequest
 from kvstore_client.results import (
@@ -154,23 +156,32 @@ class SpaceCore:
                 out = np.empty((len(keys), row_bytes), np.uint8)
             except (MemoryError, ValueError):  # ValueError: more than there are addresses
                 return _no_memory(len(keys), row_bytes)
-        rows = rows_of(out, len(keys), row_bytes, name="out", writable=True)
         offset = layout.parts[self.spec.part].offset
+        on_device = self.root.device.owns(out)
         request = FetchRequest(
             keys=keys,
-            rows=rows,
+            rows=[] if on_device else rows_of(out, len(keys), row_bytes, name="out", writable=True),
             span=slice(offset, offset + row_bytes) if part and len(layout.parts) > 1 else None,
             wait_ms=wait_ms,
             all_or_nothing=bool(all_or_nothing),
             request_id=request_id,
             prefill=self.prefill.cost(),
             predicted_ms=predicted_ms(given),
+            prompt_tokens=self.tokens_of(given),
         )
         fetched = self.fetched_by(request, out)
+        whole: LayerRequest | None = None
+        if on_device:
+            # As one layer that is all of the block.
+            place = (slice(offset, offset + row_bytes) if part else slice(0, row_bytes),)
+            target = DeviceTarget(DeviceRows(self.root.device, out, len(keys), place, "out"))
+            whole = LayerRequest(request, [target], 1, row_bytes)
 
         def start(context: Context) -> Operation[Fetched]:
             if not keys:
                 return no_steps(fetched(reads.Copied(reason=no_keys)))
+            if whole is not None:
+                return then(layer_reads.fetch_whole(context, self.spec, whole), fetched)
             return then(reads.fetch(context, self.spec, request), fetched)
 
         def failed(reason: Reason, detail: str, differences: Differences) -> Fetched:
@@ -211,6 +222,14 @@ class SpaceCore:
             keys = ()
         return keys, Reason.NOTHING_TO_DO
 
+    def tokens_of(self, given: KeysOrHit) -> int:
+        """Of the whole prompt that a lookup was about, as far as that is known; 0: keys alone do
+        not tell.
+        """
+        if not isinstance(given, Hit):
+            return 0
+        return given.prompt_tokens or len(given.keys) * self.spec.block_tokens
+
     def view(self, given: KeysOrHit, wait_ms: int, request_id: str) -> Prepared[Views]:
         check_request_id(request_id)
         check_wait_ms(wait_ms)
@@ -219,7 +238,14 @@ class SpaceCore:
         def start(context: Context) -> Operation[Views]:
             if not keys:
                 return no_steps(Views(None, None, no_keys, no_keys.text))
-            leasing = reads.view(context, self.spec, keys, wait_ms=wait_ms, request_id=request_id)
+            leasing = reads.view(
+                context,
+                self.spec,
+                keys,
+                wait_ms=wait_ms,
+                request_id=request_id,
+                prompt_tokens=self.tokens_of(given),
+            )
             return then(
                 leasing, lambda lease: Views(lease, context.release, lease.reason, lease.detail)
             )
@@ -295,9 +321,12 @@ class SpaceCore:
                     raise UserError(error) from error
 
             return fill
-        rows = rows_of(
-            data, blocks - first_block, self.spec.layout.part_bytes, name="data", writable=False
-        )
+        part_bytes, device = self.spec.layout.part_bytes, self.root.device
+        if device.owns(data):
+            place = (slice(0, part_bytes),)
+            held = DeviceRows(device, data, blocks - first_block, place, "data")
+            return DeviceFill(held, first_block)
+        rows = rows_of(data, blocks - first_block, part_bytes, name="data", writable=False)
         return RowsFill(rows, first_block)
 
     def explain(self, keys: Sequence[BlockKey]) -> Prepared[list[KeyExplanation]]:

@@ -31,6 +31,7 @@ from kvstore_client.calls import (
     touch_before,
 )
 from kvstore_client.channel import CallFailed
+from kvstore_client.device import DeviceFill
 from kvstore_client.regions import Staging
 from kvstore_client.results import Pushed
 from kvstore_client.session import Session
@@ -331,12 +332,18 @@ def _fill(context: Context, staging: Staging, window: Window, start: int, fill: 
         raise CallFailed(Reason.REGION_UNKNOWN, "the staging region was closed") from None
     blocks = list(zip(window.wanted.tolist(), window.offsets.tolist(), strict=True))
 
+    write = fill.begin if isinstance(fill, DeviceFill) else fill
+
     def run(part: Sequence[tuple[int, int]]) -> None:
         for index, offset in part:
             if context.deadline.passed:
                 raise CallFailed(Reason.DEADLINE_EXCEEDED, "filling took too long")
-            fill(start + index, memory[offset : offset + window.part_bytes])
+            write(start + index, memory[offset : offset + window.part_bytes])
 
+    if isinstance(fill, DeviceFill):
+        with fill.into(staging):
+            run(blocks)
+        return
     large = len(blocks) > 1 and len(blocks) * window.part_bytes >= gather.PARALLEL_BYTES
     if context.executor is not None and large and isinstance(fill, RowsFill):
         gather.in_halves(run, blocks, context.executor)

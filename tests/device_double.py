@@ -1,0 +1,159 @@
+"""A GPU that writes down what is asked of it, for tests of the client: streams that run nothing by
+themselves, so that what is used before it was waited for is not there.
+
+A queued step runs when an event behind it is waited for, after the events that its stream awaits.
+`broken` has each rule that was broken: memory unregistered that is not registered or not mapped any
+more, a stream asked for in another thread than the caller's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["RecordingDevice", "Tensor"]
+
+Event = tuple["Stream", int]
+
+
+class Tensor:
+    """What stands for a tensor in a device's memory: numpy's strides, torch's names."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def element_size(self) -> int:
+        return self.array.itemsize
+
+    def is_contiguous(self) -> bool:
+        return self.array.flags.c_contiguous
+
+    def reshape(self, *shape: int) -> Tensor:
+        return Tensor(self.array.reshape(shape))
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return Tensor(self.array[index])
+
+
+class Stream:
+    """Steps in order: a copy or kernel with its name, or an event to wait for."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.steps: list[Any] = []
+        self.done = 0
+
+
+class RecordingDevice:
+    """See the module's docstring. journal: what ran or was asked, in order."""
+
+    def __init__(self, *, registers: bool = True) -> None:
+        self.journal: list[str] = []
+        self.broken: list[str] = []
+        self.registered: dict[int, int] = {}
+        self.compute = Stream("compute")
+        self.copies = Stream("copies")
+        self.lost = False
+        self.landed: Callable[[], None] = lambda: None
+        """Called when an event has ended, before whoever waits for it goes on."""
+        self._registers = registers
+        self._lock = threading.RLock()
+        self._caller = threading.get_ident()
+
+    def launch(self, name: str, kernel: Callable[[], None]) -> None:
+        """Queues a kernel on the caller's stream."""
+        with self._lock:
+            self.compute.steps.append((name, kernel))
+
+    def note(self, text: str) -> None:
+        with self._lock:
+            self.journal.append(text)
+
+    # ---------------------------------------------------------------- the driver
+
+    def owns(self, data: object) -> bool:
+        return isinstance(data, Tensor)
+
+    def current_stream(self, tensor: Any) -> Stream:
+        if threading.get_ident() != self._caller:
+            self.broken.append("the current stream of a thread that is not the caller's")
+        return self.compute
+
+    def copy_stream(self, tensor: Any) -> Stream:
+        return self.copies
+
+    def record(self, stream: Stream) -> Event:
+        with self._lock:
+            return stream, len(stream.steps)
+
+    def await_event(self, stream: Stream, event: Event) -> None:
+        with self._lock:
+            stream.steps.append(event)
+
+    def hold(self, tensor: Any, stream: Stream) -> None:
+        self.note("hold")
+
+    def copy_in(self, stream: Stream, host: NDArray[np.uint8], target: Tensor) -> None:
+        def run() -> None:
+            target.array[...] = host.view(target.array.dtype).reshape(target.shape)
+
+        with self._lock:
+            stream.steps.append(("copied in", run))
+
+    def copy_out(self, stream: Stream, source: Tensor, host: NDArray[np.uint8]) -> None:
+        def run() -> None:
+            host[...] = np.ascontiguousarray(source.array).reshape(-1).view(np.uint8)
+
+        with self._lock:
+            stream.steps.append(("copied out", run))
+
+    def wait(self, event: Event) -> None:
+        if self.lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        with self._lock:
+            self._run_until(*event)
+            self.journal.append("event ended")
+        self.landed()
+
+    def _run_until(self, stream: Stream, position: int) -> None:
+        while stream.done < position:
+            first, second = stream.steps[stream.done]
+            stream.steps[stream.done] = None  # it holds the memory
+            stream.done += 1
+            if isinstance(first, Stream):
+                self._run_until(first, second)
+            else:
+                second()
+                self.journal.append(first)
+
+    def register(self, address: int, length_bytes: int, *, read_only: bool) -> bool:
+        with self._lock:
+            self.journal.append("registered read-only" if read_only else "registered")
+            if self._registers:
+                self.registered[address] = length_bytes
+            return self._registers
+
+    def unregister(self, address: int) -> None:
+        with self._lock:
+            self.journal.append("unregistered")
+            if self.registered.pop(address, None) is None:
+                self.broken.append("memory was unregistered that is not registered")
+            if not _mapped(address):
+                self.broken.append("memory was unmapped before it was unregistered")
+
+
+def _mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if first <= address < end and "memfd:" in line:
+            return True
+    return False
