@@ -14,6 +14,7 @@ from tests.bench import (
     disk_gets,
     disk_puts,
     disk_restarts,
+    layers,
     policy_cost,
 )
 from tests.bench.harness import Results
@@ -21,7 +22,16 @@ from tests.daemon import start_daemon
 
 ON_BLOCKS = ("reads", "redis", "stream", "puts")
 """Of a store that is filled with 1 MiB blocks."""
-GROUPS = ("lookup", *ON_BLOCKS, "policy", "daemon", "disk-gets", "disk-puts", "disk-restarts")
+GROUPS = (
+    "lookup",
+    *ON_BLOCKS,
+    "policy",
+    "daemon",
+    "disk-gets",
+    "disk-puts",
+    "disk-restarts",
+    "layers",
+)
 
 
 def main() -> None:
@@ -58,6 +68,17 @@ def _measure(results: Results, folder: Path, groups: Collection[str]) -> None:
         disk_puts.measure(results, _made(folder / "puts"))
     if "disk-restarts" in groups:
         disk_restarts.measure(results, _made(folder / "restarts"))
+    if "layers" in groups:
+        _layers(results, folder)
+
+
+def _layers(results: Results, folder: Path) -> None:
+    daemon = start_daemon(_made(folder / "layers"), host__capacity_bytes=layers.CAPACITY)
+    try:
+        daemon_cost.wait_idle(daemon.pid)
+        layers.measure(results, daemon.data_socket)
+    finally:
+        daemon.stop()
 
 
 def _data_plane(results: Results, folder: Path, groups: Collection[str]) -> None:

@@ -130,7 +130,8 @@ def test_a_cache_that_arrives_has_the_bits_and_the_answers_of_a_whole_one(
     second = generate(model, following, cache_of(arriving), NEW)
     assert torch.equal(first.first_logits, second.first_logits)
     assert first.token_ids == second.token_ids
-    for one, other in zip(first.cache.layers, second.cache.layers, strict=True):
+    pairs: Any = zip(first.cache.layers, second.cache.layers, strict=True)
+    for one, other in pairs:
         assert type(other) is type(one)
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.values, other.values)
@@ -176,7 +177,7 @@ def test_whoever_reads_a_layer_waits_or_is_told_that_it_is_lost(client: Client) 
     cache, ids = opened(client, model), tokens(70)
     saved(cache, model, ids)
     arrival, _ = watched(cache.restore(ids, layerwise=True), lost=1, kept=1)
-    layers = arrival.cache().layers
+    layers: list[Any] = list(arrival.cache().layers)
     assert [layer.get_seq_length() for layer in layers] == [64] * LAYERS
     whole = cache_of(cache.restore(ids)).layers
     assert torch.equal(layers[0].keys, whole[0].keys)
@@ -187,7 +188,8 @@ def test_whoever_reads_a_layer_waits_or_is_told_that_it_is_lost(client: Client) 
     salvaged = arrival.salvage()
     assert salvaged is not None
     assert salvaged.get_seq_length() == BLOCK_TOKENS
-    assert torch.equal(salvaged.layers[2].keys, whole[2].keys[:, :, :BLOCK_TOKENS])
+    last: Any = salvaged.layers[2]
+    assert torch.equal(last.keys, whole[2].keys[:, :, :BLOCK_TOKENS])
 
 
 def test_a_dropped_arrival_gives_its_lease_back(client: Client, store: FakeStore) -> None:
