@@ -4,14 +4,16 @@ of leased blocks; which pools a reader may be sent to. On the event loop's threa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.clock import Clock
 from kvstore.core.core import Core
 from kvstore.core.losses import lose
 from kvstore.model.values import Place, Region
+from kvstore.policy.links import Link
 from kvstore.store.regions import Regions
 from kvstore.store.values import DevicePool
 from kvstore.tiers.host import HostTier
@@ -20,8 +22,18 @@ from kvstore.tiers.host import HostTier
 class Mapped:
     """See the module's docstring. The store is one."""
 
-    def __init__(self, core: Core, regions: Regions, host: HostTier, host_tier: int) -> None:
+    def __init__(
+        self,
+        core: Core,
+        regions: Regions,
+        host: HostTier,
+        host_tier: int,
+        links: Sequence[Link],
+        clock: Clock,
+    ) -> None:
         self.core = core
+        self.clock = clock
+        self.links = list(links)
         self._regions = regions
         self._host = host
         self._host_tier = host_tier
@@ -75,6 +87,13 @@ class Mapped:
         """The daemon's own view of a staging window, for pushed byte streams."""
         return self._host.staging_view(region_id, offset, length)
 
+    def note_load(self, length_bytes: int, copy_ns: int, tier: int) -> None:
+        """Learns from a client's measured copy of blocks of which the slowest came from `tier`: out
+        of host memory, or of a GPU's that he copies himself.
+        """
+        own = tier if self._is_shared(tier) else self._host_tier
+        self.links[own].observe(length_bytes, copy_ns, self.clock.monotonic_ns())
+
     # ------------------------------------------------------------------ devices
 
     @property
@@ -96,6 +115,11 @@ class Mapped:
             if device_uuid and one.device_uuid == device_uuid and one.shares and not one.lost
         }
         return frozenset({self._host_tier, *own})
+
+    def _is_shared(self, tier: int) -> bool:
+        """Whether clients copy out of the tier's device memory themselves."""
+        device = self._regions.devices.get(tier)
+        return device is not None and device.shares
 
     def lose_devices(self, now_ns: int) -> None:
         """Forgets what was in the memory of devices that were lost; now, and on each tick until

@@ -48,7 +48,16 @@ from kvstore.store.probes import Probes
 from kvstore.store.regions import Regions
 from kvstore.store.rows import Rows
 from kvstore.store.sessions import Session, Sessions
-from kvstore.store.values import Leased, Mover, StoreStats, comes, link_stats, nothing, state_of
+from kvstore.store.values import (
+    Leased,
+    Mover,
+    StoreStats,
+    comes,
+    link_stats,
+    nothing,
+    slowest_of,
+    state_of,
+)
 from kvstore.store.waiters import Waiters
 from kvstore.tiers.base import Archive
 from kvstore.tiers.device import DeviceTier
@@ -77,12 +86,10 @@ class Store(Mapped):
     ) -> None:
         """`host_tier`: index of the pool whose memory clients map. `links`: one a tier."""
         regions = Regions(core, host, host_tier, self._gone, devices)
-        super().__init__(core, regions, host, host_tier)
-        self.clock = clock
+        super().__init__(core, regions, host, host_tier, links, clock)
         self.tiers = core.tiers
         self.host_name = core.tiers[host_tier].name
         self.instance_id = secrets.token_bytes(INSTANCE_ID_BYTES)
-        self.links = list(links)
         self.drained = asyncio.Event()
         self.started_ns = clock.monotonic_ns()
         self._mover = mover
@@ -263,14 +270,15 @@ class Store(Mapped):
         load_ns: int = 0,
         all_or_nothing: bool = False,
         device_uuid: str = "",
+        prompt_tokens: int = 0,
     ) -> Leased:
         """Read lease on what of `keys` is there, or comes within `wait_ns` from writers, or within
         `load_ns` from slower tiers.
 
         `ttl_ns` counts from the answer; None is for view leases, which have no deadline.
-        device_uuid: see `reach`.
+        device_uuid: see `reach`. prompt_tokens: of the whole prompt; 0: unknown.
         """
-        below, most_ns, reach = None, wait_ns, self.reach(device_uuid)
+        below, most_ns, reach, codes = None, wait_ns, self.reach(device_uuid), b""
         if load_ns and (self.archives or reach is not None):
             codes = self.core.lookup(session.id, space_id, keys)
             below = await self.archives.below(space_id, keys, codes)
@@ -287,6 +295,7 @@ class Store(Mapped):
             all_or_nothing=all_or_nothing,
             below=below,
             reach=reach,
+            prompt_tokens=prompt_tokens,
             now_ns=now_ns,
         )
         self._run()
@@ -301,9 +310,8 @@ class Store(Mapped):
             self.release(session, (lease_id,))
             raise
         leased = self._settle(lease_id, keys, ttl_ns)
-        if below:
-            loaded = (below.get(key, 0) for key, at in zip(keys, leased.places, strict=True) if at)
-            leased = leased._replace(slowest=max(loaded, default=0))
+        if below or reach:
+            leased = leased._replace(slowest=slowest_of(leased.places, keys, below, codes))
         return self._still_there(session, space_id, keys, leased, all_or_nothing=all_or_nothing)
 
     def _settle(self, lease_id: int, keys: Sequence[bytes], ttl_ns: int | None) -> Leased:
@@ -315,7 +323,8 @@ class Store(Mapped):
             return nothing(keys, reason)
         ids = {place.region for place in settled.places if place is not None}
         regions = self._regions.named(ids)
-        return Leased(lease_id, settled.places, settled.leased, reason, regions)
+        slowest = slowest_of(settled.places, keys) if self._regions.devices else self._host_tier
+        return Leased(lease_id, settled.places, settled.leased, reason, regions, slowest)
 
     def _still_there(
         self,
@@ -357,10 +366,6 @@ class Store(Mapped):
     def leased_bytes(self, session: Session, lease_id: int, blocks: int) -> int:
         """Bytes of so many blocks of a read lease, at most all of it; 0: none of this group."""
         return self.core.leased_bytes(session.id, lease_id, blocks)
-
-    def note_load(self, length_bytes: int, copy_ns: int) -> None:
-        """Learns from a client's measured copy out of host memory."""
-        self.links[self._host_tier].observe(length_bytes, copy_ns, self.clock.monotonic_ns())
 
     # ------------------------------------------------------------------ writing
 

@@ -108,6 +108,23 @@ def comes(codes: bytes, reach: frozenset[int] | None) -> bool:
     return any(code != ABSENT and code - 1 not in reach for code in codes)
 
 
+def slowest_of(
+    places: Sequence[Place | None],
+    keys: Sequence[bytes],
+    below: Mapping[bytes, int] | None = None,
+    codes: bytes = b"",
+) -> int:
+    """The slowest tier that one of the leased blocks came from, where `below` and the presence
+    `codes` say where they were before.
+    """
+    slowest, below = 0, below or {}
+    for index, place in enumerate(places):
+        if place is not None:
+            was = codes[index] - 1 if codes and codes[index] not in (ABSENT, PENDING) else 0
+            slowest = max(slowest, place.tier, below.get(keys[index], 0), was)
+    return slowest
+
+
 WARM_SHARE = 15 / 16
 """What is left over, since regions do not divide the capacity, is not prepared."""
 

@@ -68,9 +68,9 @@ class Loads:
         load_ns = report.load_us * NS_PER_US
         if not granted.waited_ns < load_ns <= most_ns:
             if copy_ns <= most_ns:
-                self._store.note_load(length_bytes, copy_ns)
+                self._store.note_load(length_bytes, copy_ns, granted.tier)
             return 0, 0
-        self._store.note_load(length_bytes, load_ns - granted.waited_ns)
+        self._store.note_load(length_bytes, load_ns - granted.waited_ns, granted.tier)
         saved_s = seconds_of(report.prefill_saved_us)
         now_ns = self._store.clock.monotonic_ns()
         self._store.guards.loaded(self._tenant, granted.tier, load_ns / 1e9, saved_s, now_ns)

@@ -32,7 +32,7 @@ class Told:
         assert now_ns == self.clock.monotonic_ns()
         self.guarded.append((tenant, tier, load_s, prefill_s))
 
-    def note_load(self, length_bytes: int, copy_ns: int) -> None:
+    def note_load(self, length_bytes: int, copy_ns: int, tier: int) -> None:
         self.noted.append((length_bytes, copy_ns))
 
 

@@ -210,11 +210,11 @@ def test_a_clients_measurement_moves_the_estimate(stand: Stand) -> None:
     link = stand.store.links[0]
     before = link.bytes_per_second
     for _ in range(50):
-        stand.store.note_load(64 << 20, 64 * MS)
+        stand.store.note_load(64 << 20, 64 * MS, 0)
     assert link.bytes_per_second < before
     slow = link.bytes_per_second
-    stand.store.note_load(0, 5)
-    stand.store.note_load(5, 0)
+    stand.store.note_load(0, 5, 0)
+    stand.store.note_load(5, 0, 0)
     assert link.bytes_per_second == slow
 
 
