@@ -6,6 +6,7 @@ done = engine.generate(prompts); done["cached"]
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -32,8 +33,14 @@ PATIENT = {"lookup_deadline_ms": 20_000, "load_deadline_ms": 60_000, "store_dead
 """So that a busy machine does not decide what is restored. Not for outages."""
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 300
+ANSWER_TOKENS = 32
+"""Unless a test says otherwise."""
 STORED_TOKENS = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
 """Of a prompt: its whole blocks."""
+
+
+_fresh = itertools.count(1_000_000)
+"""Seeds of prompts that no test has."""
 
 
 class EngineDied(AssertionError):
@@ -88,6 +95,13 @@ def operator(daemon: Daemon, *command: str, stdin: str = "") -> dict[str, Any]:
     return printed
 
 
+def whole_blocks(*asked: Sequence[int], max_tokens: int = ANSWER_TOKENS) -> int:
+    """Of these prompts and their answers: what an engine stores. The KV of the last token is never
+    computed.
+    """
+    return sum((len(prompt) + max_tokens - 1) // BLOCK_TOKENS for prompt in asked)
+
+
 def stored_blocks(daemon: Daemon) -> int:
     """In all spaces."""
     with RawAdmin(daemon.admin_socket) as admin:
@@ -111,7 +125,7 @@ def until_in_use(engine: Engine, daemon: Daemon) -> None:
     end, before = time.monotonic() + STORED_S, stored_blocks(daemon)
     while stored_blocks(daemon) <= before:
         assert time.monotonic() < end, f"not in use after {STORED_S} s:\n{engine.log()[-3000:]}"
-        engine.generate(prompts(1, seed=secrets.randbits(32), length=2 * BLOCK_TOKENS))
+        engine.generate(prompts(1, seed=next(_fresh), length=2 * BLOCK_TOKENS))
 
 
 class Engine:
@@ -193,7 +207,7 @@ class Engine:
         return bool(select.select([self._stdout], [], [], 0)[0])
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 32, **more: Any
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = ANSWER_TOKENS, **more: Any
     ) -> dict[str, Any]:
         """Greedy tokens of each prompt; see `engine_child.generate`."""
         self.wait_up()
@@ -247,7 +261,7 @@ class Engine:
         return self.process.wait(0)
 
     def kill(self) -> None:
-        """SIGKILL: nothing is tidied up but the file of its rows, by us."""
+        """SIGKILL for all its processes: nothing is tidied up but the file of its rows, by us."""
         self.process.kill()
         self.process.wait(30)
         self._close(self._stdin, self._stdout)

@@ -83,10 +83,10 @@ class Child:
         return self.returncode
 
     def kill(self) -> None:
-        """SIGKILL, if it runs."""
+        """SIGKILL, to those that it has started too: an engine's core outlives its server."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
 
 
 def fork(
@@ -156,6 +156,7 @@ def _supervise(request: dict[str, Any], descriptors: list[int]) -> None:
     pid = os.fork()
     if pid == 0:
         os.close(tells)
+        os.setsid()
         for number, descriptor in enumerate(standard):
             os.dup2(descriptor, number)
             os.close(descriptor)

@@ -5,7 +5,7 @@ One life of one daemon, told in order: tests run from top to bottom and share th
 
 from __future__ import annotations
 
-import itertools
+import json
 import random
 import signal
 import threading
@@ -16,8 +16,19 @@ from typing import Any
 
 import pytest
 
-from tests.daemon import Daemon
-from tests.engines.kit import STORED_TOKENS, Engine, check_ended_well, operator, prompts
+from tests.daemon import Daemon, make_daemon
+from tests.engines.kit import (
+    STORED_TOKENS,
+    Engine,
+    check_ended_well,
+    operator,
+    prompts,
+    stored_blocks,
+    until_in_use,
+    until_stored,
+    whole_blocks,
+)
+from tests.rawclient import RawAdmin
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -25,14 +36,21 @@ EARLY = prompts(2, seed=10)  # before there is a daemon
 FIRST = prompts(3, seed=11)
 DISK = prompts(3, seed=12)
 FROZEN = prompts(2, seed=13)
-THAWED = prompts(1, seed=14)
+LOADING = prompts(1, seed=14, length=1_500)
 AWAY = prompts(2, seed=15)
 KILLED = prompts(5, seed=16, length=1_500)
-ALL = [*EARLY, *FIRST, *DISK, *FROZEN, *THAWED, *AWAY, *KILLED]
+UNSEEN = prompts(2, seed=17)  # asked while the daemon is frozen
+FULL = prompts(2, seed=18)
+ALL = [*EARLY, *FIRST, *DISK, *FROZEN, *LOADING, *AWAY, *KILLED, *UNSEEN, *FULL]
 
+DEADLINES = {"lookup_deadline_ms": 1_000, "load_deadline_ms": 4_000, "store_deadline_ms": 5_000}
 OUTAGE_S = 15.0
 """That a pass over a few prompts may take while nobody answers; alone it takes under a second."""
-RECOVERY_S = 20.0
+FROZEN_S = 30.0
+"""Longer than any deadline, and than the daemon gives a client that is silent."""
+SMALL: dict[str, Any] = {"host__capacity_bytes": "4MiB", "host__staging_bytes": "512KiB"}
+"""Some twenty-eight blocks."""
+PINNED = 16
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +72,7 @@ def writer(model: Path, engines: Callable[..., Engine], daemon: Daemon) -> Itera
     """Started while there is no daemon."""
     assert not daemon.alive
     target = Path(daemon.settings["server.runtime_dir"]) / "data.sock"
-    engine = engines(model, target=str(target), tier={"durable": True})
+    engine = engines(model, target=str(target), tier={**DEADLINES, "durable": True})
     yield engine
     check_ended_well(engine)
 
@@ -64,7 +82,7 @@ def reader(
     model: Path, engines: Callable[..., Engine], daemon: Daemon, writer: Engine
 ) -> Iterator[Engine]:
     """Another process with the same model, after the writer has stored everything."""
-    engine = engines(model, target=daemon.data_socket)
+    engine = engines(model, target=daemon.data_socket, tier=DEADLINES)
     yield engine
     check_ended_well(engine)
 
@@ -88,24 +106,6 @@ def check(
     return seconds
 
 
-def until_in_use(engine: Engine, daemon: Daemon, without: dict[str, list[int]]) -> None:
-    """The same prompt under one salt after the other, until what it computes is stored."""
-    end = time.monotonic() + RECOVERY_S
-    before = _stored(daemon)
-    while time.monotonic() < end:
-        check(engine, THAWED, without, 0, salt=f"recovery {next(_salts)}")
-        if _stored(daemon) > before:
-            return
-    raise AssertionError(f"not in use again after {RECOVERY_S} s:\n{engine.log()[-3000:]}")
-
-
-_salts = itertools.count()
-
-
-def _stored(daemon: Daemon) -> int:
-    return sum(int(space["blocks"]) for space in operator(daemon, "spaces")["spaces"])
-
-
 def test_without_a_daemon_the_engine_starts_and_answers(
     writer: Engine, without: dict[str, list[int]]
 ) -> None:
@@ -116,9 +116,12 @@ def test_a_daemon_that_comes_later_is_used(
     writer: Engine, daemon: Daemon, without: dict[str, list[int]]
 ) -> None:
     daemon.start()
-    until_in_use(writer, daemon, without)
-    for asked in (FIRST, DISK, FROZEN, KILLED):
-        check(writer, asked, without, 0)
+    until_in_use(writer, daemon)
+    stored = stored_blocks(daemon)
+    for prompt in (*FIRST, *DISK, *FROZEN, *LOADING, *KILLED):
+        check(writer, [prompt], without, 0)
+        stored += whole_blocks(prompt)
+        until_stored(writer, daemon, stored)
 
 
 def test_a_new_process_restores_what_another_stored(
@@ -131,15 +134,30 @@ def test_another_salt_restores_nothing(reader: Engine, without: dict[str, list[i
     check(reader, FIRST, without, 0, salt="another tenant")
 
 
-def test_a_frozen_daemon_is_a_miss_and_is_used_again_when_it_thaws(
-    reader: Engine, daemon: Daemon, without: dict[str, list[int]]
+def test_a_frozen_daemon_is_a_miss_and_nothing_is_written_when_it_thaws(
+    reader: Engine, writer: Engine, daemon: Daemon, without: dict[str, list[int]]
 ) -> None:
-    daemon.signal(signal.SIGSTOP)
+    """Frozen about when it loads, for longer than all deadlines: by then vLLM has given the rows to
+    others. Neither they nor what the store has may change afterwards.
+    """
+    freezer = threading.Timer(0.05, daemon.signal, [signal.SIGSTOP])
+    begun = time.monotonic()
+    freezer.start()
     try:
-        assert check(reader, FROZEN, without, 0) < OUTAGE_S
+        assert check(reader, LOADING, without, None) < OUTAGE_S
+        freezer.join()
+        for asked in (FROZEN, UNSEEN):
+            assert check(reader, asked, without, 0) < OUTAGE_S
+        time.sleep(max(0.0, begun + FROZEN_S - time.monotonic()))
+        rows = reader.rows()
     finally:
         daemon.signal(signal.SIGCONT)
-    until_in_use(reader, daemon, without)
+    stored_blocks(daemon)  # it answers again
+    time.sleep(1.0)
+    assert reader.rows() == rows
+    until_in_use(reader, daemon)
+    until_in_use(writer, daemon)
+    check(writer, UNSEEN, without, None)
 
 
 @pytest.mark.parametrize("index", range(len(KILLED)))
@@ -163,11 +181,47 @@ def test_a_dead_daemon_is_a_miss(
     assert check(reader, AWAY, without, 0) < OUTAGE_S
 
 
+def test_a_daemon_that_is_full_refuses_and_the_engine_goes_on(
+    reader: Engine, daemon: Daemon, without: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """In the place of the other one, and everything that it can hold is pinned."""
+    runtime = daemon.settings["server.runtime_dir"]
+    small = make_daemon(tmp_path, **SMALL, server__runtime_dir=runtime).start()
+    try:
+        until_in_use(reader, small)
+        filling = prompts(5, seed=19)
+        keys = [key for prompt in filling for key in reader.keys(prompt)]
+        reader.generate(filling)
+        until_stored(reader, small, PINNED)
+        with RawAdmin(small.admin_socket) as admin:
+            (space,) = admin.call("Spaces").spaces
+            packed = b"".join(map(bytes.fromhex, keys))
+            pinned = admin.call("Pin", space_id=space.space_id, keys=packed).pinned
+        assert pinned >= PINNED
+        check(reader, FULL, without, 0)
+        until_refused(reader, small, "NO_SPACE")
+    finally:
+        small.kill()
+
+
+def until_refused(engine: Engine, daemon: Daemon, reason: str) -> None:
+    """Until the daemon has answered so; what it remembers of calls tells."""
+    end = time.monotonic() + OUTAGE_S
+    while True:
+        with RawAdmin(daemon.admin_socket) as admin:
+            records = map(json.loads, admin.call("Trace", last=1_000).records)
+            reasons = {record["reason"] for record in records}
+        if reason in reasons:
+            return
+        assert time.monotonic() < end, reasons
+        engine.generate(prompts(1, seed=20), max_tokens=1)
+
+
 def test_what_was_stored_is_restored_from_disk_after_a_kill(
     reader: Engine, daemon: Daemon, without: dict[str, list[int]]
 ) -> None:
     daemon.start()
-    until_in_use(reader, daemon, without)
+    until_in_use(reader, daemon)
     check(reader, DISK, without, STORED_TOKENS)
 
 

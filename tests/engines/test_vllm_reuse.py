@@ -27,6 +27,7 @@ from tests.engines.kit import (
     stored_blocks,
     until_in_use,
     until_stored,
+    whole_blocks,
 )
 
 pytestmark = pytest.mark.timeout(900)
@@ -104,7 +105,7 @@ def test_cold_and_warm_in_one_engine(first: Engine, daemon: Daemon, reference: R
     asked = [BASE, CORRUPT, INCOMPLETE, *RACED[:1]]
     for prompt in asked:
         check(first, reference, [prompt], [0])
-    until_stored(first, daemon, (len(KNOWN) + len(asked)) * (STORED_TOKENS // BLOCK_TOKENS))
+    until_stored(first, daemon, whole_blocks(*KNOWN, *asked))
 
 
 def test_the_logprobs_of_a_long_restored_prefix_are_those_of_a_computed_one(
@@ -112,7 +113,7 @@ def test_the_logprobs_of_a_long_restored_prefix_are_those_of_a_computed_one(
 ) -> None:
     before = stored_blocks(daemon)
     cold = first.generate([LONG], logprobs=LOGPROBS)
-    until_stored(first, daemon, before + len(LONG) // BLOCK_TOKENS)
+    until_stored(first, daemon, before + whole_blocks(LONG))
     warm = second.generate([LONG], logprobs=LOGPROBS)
     assert cold["cached"] == [0]
     assert warm["cached"] == [len(LONG) // BLOCK_TOKENS * BLOCK_TOKENS]
@@ -183,7 +184,7 @@ def test_one_engine_prefills_and_another_decodes(
     before = stored_blocks(daemon)
     done = first.generate(HANDED_OVER, max_tokens=1)
     assert done["tokens"] == [tokens[:1] for tokens in reference.of(HANDED_OVER)]
-    until_stored(first, daemon, before + 2 * (STORED_TOKENS // BLOCK_TOKENS))
+    until_stored(first, daemon, before + whole_blocks(*HANDED_OVER, max_tokens=1))
     check(second, reference, HANDED_OVER, [STORED_TOKENS] * 2)
 
 
