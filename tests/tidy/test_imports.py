@@ -126,7 +126,16 @@ def test_importing_the_client_is_light() -> None:
 
 def test_what_an_engine_adapter_decides_needs_no_engine() -> None:
     """So that it is tested where none is installed."""
-    names = ("async_tier", "lanes", "model_spaces", "options", "vllm_facts")
+    names = (
+        "async_tier",
+        "lanes",
+        "model_spaces",
+        "options",
+        "page_store",
+        "sglang_facts",
+        "sglang_pages",
+        "vllm_facts",
+    )
     loaded = modules_after("\n".join(f"import kvstore_client.engines.{name}" for name in names))
     assert loaded.isdisjoint(HEAVY + HEAVY_OF_OURS), sorted(loaded & {*HEAVY, *HEAVY_OF_OURS})
 
