@@ -27,9 +27,11 @@ from kvstore.model.plan import Overlap, Plan, Split, TierPlan
 from kvstore.model.reasons import Reason
 from kvstore.policy.links import Link
 
-__all__ = ["FixedLoad", "PrefillCost", "plan", "runs_of"]
+__all__ = ["FixedLoad", "PrefillCost", "Runs", "plan", "run_table", "runs_of"]
 
 Floats = NDArray[np.float64]
+Runs = NDArray[np.int64]
+"""[n, 2]: tier index, blocks."""
 
 _NS_PER_MS = 1e6
 _US_PER_MS = 1e3
@@ -49,17 +51,26 @@ def runs_of(codes: bytes) -> list[tuple[int, int]]:
     codes: a byte a block as in a lookup's reply: 1 + tier index; 0 (absent) or 255 (being written)
     ends the hit.
     """
+    tiers, blocks = run_table(codes).T.tolist()
+    return list(zip(tiers, blocks, strict=True))
+
+
+def run_table(codes: bytes) -> Runs:
+    """The same as an array: a hit may lie scattered over tiers block by block."""
     run = leading_run(codes)
     found = np.frombuffer(codes, np.uint8, run)
-    if not run:
-        return []
-    firsts = [0, *(np.flatnonzero(np.diff(found)) + 1).tolist()]
-    ends = [*firsts[1:], run]
-    return [(codes[first] - 1, end - first) for first, end in zip(firsts, ends, strict=True)]
+    cuts = np.flatnonzero(found[1:] != found[:-1]) + 1
+    table = np.empty((len(cuts) + 1 if run else 0, 2), np.int64)
+    if run:
+        table[0, 0], table[1:, 0] = found[0], found[cuts]
+        table[:-1, 1], table[-1, 1] = cuts, run
+        table[:, 0] -= 1
+        table[1:, 1] -= cuts
+    return table
 
 
 def plan(
-    blocks_by_tier: Sequence[tuple[int, int]],
+    blocks_by_tier: Sequence[tuple[int, int]] | Runs,
     block_tokens: int,
     block_bytes: int,
     links: Sequence[Link],
@@ -72,8 +83,8 @@ def plan(
 ) -> Plan:
     """Advises on a hit.
 
-    blocks_by_tier: (tier index, blocks) runs in prefix order (see `runs_of`), all beyond
-        `cached_tokens`.
+    blocks_by_tier: (tier index, blocks) runs in prefix order (see `run_table`, `runs_of`), all
+        beyond `cached_tokens`.
     block_bytes: bytes moved for one block (of all full-attention groups together).
     links: by tier index; the path from that tier to the engine.
     prefill: None, or a cost that is not `valid`, means that nobody knows what computing costs:
@@ -141,7 +152,7 @@ class _Hit:
 
     def __init__(
         self,
-        runs: Sequence[tuple[int, int]],
+        runs: Sequence[tuple[int, int]] | Runs,
         block_tokens: int,
         block_bytes: int,
         links: Sequence[Link],
@@ -150,7 +161,9 @@ class _Hit:
     ) -> None:
         assert block_tokens > 0
         assert block_bytes > 0
-        table = np.array([run for run in runs if run[1] > 0], np.int64).reshape(-1, 2)
+        table = np.asarray(runs, np.int64).reshape(-1, 2)
+        if not table[:, 1].all():
+            table = table[table[:, 1] > 0]
         self._tiers = table[:, 0]
         self.ends = np.cumsum(table[:, 1])
         self.blocks = int(self.ends[-1]) if len(table) else 0

@@ -10,7 +10,7 @@ from kvstore.model.layout import Layout
 from kvstore.model.plan import Overlap, Plan
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore.policy.links import Link
-from kvstore.policy.plan import FixedLoad, plan, runs_of
+from kvstore.policy.plan import FixedLoad, Runs, plan, run_table, runs_of
 from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
 
@@ -68,7 +68,7 @@ def advise(
     """
     windows = [group.rule is HitRule.TRAILING for group in groups]
     base = groups[0 if all(windows) else windows.index(False)]
-    runs = runs_of(needed(base, tokens))
+    runs: Runs | list[tuple[int, int]] = run_table(needed(base, tokens))
     block_bytes = 0
     fixed: list[FixedLoad] = []
     for layout, group, window in zip(layouts, groups, windows, strict=True):
@@ -78,8 +78,8 @@ def advise(
         else:
             # Groups may cut blocks of other sizes: bytes for as many tokens as the base's.
             block_bytes += layout.block_bytes * base.block_tokens // layout.block_tokens
-    if all(windows) and runs:
-        runs = [(runs[0][0], tokens // base.block_tokens)]
+    if all(windows) and len(runs):
+        runs = [(int(runs[0][0]), tokens // base.block_tokens)]
     advice = plan(
         runs,
         base.block_tokens,

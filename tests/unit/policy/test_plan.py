@@ -13,7 +13,7 @@ from kvstore.model.cost import PrefillCost
 from kvstore.model.plan import Overlap, Plan
 from kvstore.model.reasons import Reason
 from kvstore.policy.links import Link
-from kvstore.policy.plan import FixedLoad, plan, runs_of
+from kvstore.policy.plan import FixedLoad, plan, run_table, runs_of
 
 GIB = 1 << 30
 LLAMA_8B_H100 = PrefillCost(20.76, 3.926e-4)
@@ -132,6 +132,9 @@ def test_runs_of_the_leading_present_blocks() -> None:
     assert runs_of(bytes([1, 1, 2, 2, 2, 1, 0, 1])) == [(0, 2), (1, 3), (0, 1)]
     assert runs_of(bytes([1, 255, 1])) == [(0, 1)]
     assert runs_of(bytes([0, 1])) == []
+    scattered = bytes([1, 2] * 3 + [2, 0, 1])
+    assert run_table(scattered).tolist() == [[0, 1], [1, 1], [0, 1], [1, 1], [0, 1], [1, 2]]
+    assert run_table(b"").shape == (0, 2)
 
 
 @dataclass(frozen=True)
