@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvstore.model.reasons import BlockCorrupt, KVStoreError, Reason
+from kvstore.policy.admission import chance_wanted
 from kvstore.policy.guards import UNLIMITED
 from kvstore.tiers.base import Archive, ArchiveStats, ArchiveUsage, Bytes, Saved, SavedBlock
 
@@ -143,4 +144,15 @@ class GuardedArchive:
         return self.inner.usage()
 
     def stats(self) -> ArchiveStats:
-        return self.inner.stats()
+        """With the line that its budget of writes draws for what is saved."""
+        stats = self.inner.stats()
+        gauges = dict(stats.gauges)
+        chance = gauges["save_chance_wanted"] = chance_wanted(
+            gauges.get("written_day_bytes", 0.0),
+            gauges.get("write_bytes_per_second", 0.0),
+            gauges.get("endurance_day_bytes", 0.0),
+        )
+        state = stats.state
+        if chance and state == "ok":
+            state = f"ok (writes are short: saved from a chance of another use of {chance:.0%} on)"
+        return replace(stats, gauges=gauges, state=state)

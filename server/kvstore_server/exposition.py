@@ -387,6 +387,7 @@ ARCHIVE_TEXTS = {
     "reading_stopped": "1 while nothing is loaded; status says why.",
     "written_day_bytes": "Bytes written in the last 24 hours.",
     "endurance_day_bytes": "Bytes that may be written in 24 hours; 0: no limit.",
+    "write_bytes_per_second": "Rate of writes since the hour before this one began.",
     "save_chance_wanted": "Least chance of another use with which a block is saved, 0 to 1; 0: the"
     " policy's own line alone.",
     "eviction_age_seconds": "How long ago what last made room was saved, at least.",

@@ -98,7 +98,7 @@ def _gauges(tier: DiskTier) -> dict[str, float]:
         "reading_stopped": tier.reading.path.stopped or tier.reading.hanging.stalled(now_ns),
         "written_day_bytes": tier.endurance.day_bytes(wall_s),
         "endurance_day_bytes": tier.endurance.budget_bytes_per_day,
-        "save_chance_wanted": tier.endurance.chance_wanted(wall_s),
+        "write_bytes_per_second": tier.endurance.bytes_per_s(wall_s),
         "eviction_age_seconds": tier.eviction_age_s,
     }
 
@@ -131,9 +131,7 @@ def state(tier: DiskTier) -> str:
         said.append(f"an older content was set aside ({tier.set_aside})")
     if said:
         return "; ".join(said)
-    modes = [] if tier.volume is None else list(tier.volume.files.mode.reasons)
-    if chance := tier.endurance.chance_wanted(wall_s):
-        modes.append(f"writes are short: saved from a chance of another use of {chance:.0%} on")
+    modes = () if tier.volume is None else tier.volume.files.mode.reasons
     return f"ok ({'; '.join(modes)})" if modes else "ok"
 
 

@@ -13,8 +13,6 @@ import json
 from bisect import bisect_left
 from collections import Counter
 
-from kvstore.policy import admission
-
 RETRY_NS_MIN = 500_000_000
 RETRY_NS_MAX = 4_000_000_000
 """The longest pause between tries: what is back is used again within five seconds."""
@@ -147,11 +145,6 @@ class Endurance:
         hours = dict(self._hours)
         length = hours.get(int(hour), 0) + hours.get(int(hour) - 1, 0)
         return length / (HOUR_S + into_s)
-
-    def chance_wanted(self, wall_s: float) -> float:
-        """See `kvstore.policy.admission`."""
-        budget = self.budget_bytes_per_day
-        return admission.chance_wanted(self.day_bytes(wall_s), self.bytes_per_s(wall_s), budget)
 
     def stop_reason(self, wall_s: float) -> str:
         """Why nothing more is written now; empty if something is."""
