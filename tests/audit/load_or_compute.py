@@ -39,7 +39,7 @@ import time
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -61,10 +61,6 @@ PROMPT_BLOCKS = 32
 PROMPTS = 16
 """128 MiB, four times the daemon's memory: a prompt is on disk alone when its turn comes again."""
 HOST_BYTES = 32 << 20
-FAST, SLOW = 12.5e6, 2.5e6
-"""Bytes a second: 0.67 s and 3.4 s a prompt."""
-COMPUTE_MS = 1_500.0
-COST = PrefillCost(COMPUTE_MS * 1e3 / (PROMPT_BLOCKS * 16), 0.0)
 LEARNING_MAX = 12
 RECOVERY_S_MAX = 30.0
 ERROR_P90_MAX = 0.25
@@ -72,6 +68,24 @@ SETTLING_LOADS = 8
 """Loads after a change of the rate that are not compared: from then on the rate is known."""
 LOADS = 40
 RESULT = Path("build/load-or-compute.json")
+
+
+class Rates(NamedTuple):
+    """Of the disk, in bytes a second, and what computing a prompt takes."""
+
+    fast: float
+    slow: float
+    compute_ms: float
+
+    @property
+    def cost(self) -> PrefillCost:
+        return PrefillCost(self.compute_ms * 1e3 / (PROMPT_BLOCKS * 16), 0.0)
+
+
+RATES = Rates(12.5e6, 2.5e6, 1_500.0)
+"""0.67 s and 3.4 s a prompt."""
+QUICK = Rates(100e6, 12.5e6, 250.0)
+"""84 ms and 671 ms a prompt, of which a busy machine's noise is a larger part."""
 
 
 class Failed(Exception):
@@ -121,8 +135,9 @@ class Phase:
 class Audit:
     """One run against one daemon."""
 
-    def __init__(self, space: Space, rate_file: Path, seed: int) -> None:
+    def __init__(self, space: Space, rate_file: Path, rates: Rates, seed: int) -> None:
         self._space = space
+        self._rates = rates
         self._rate_file = rate_file
         self._random = random.Random(seed)
         self._rng = np.random.default_rng(seed)
@@ -182,9 +197,9 @@ class Audit:
     def until_declined(self) -> tuple[int, float]:
         """(loads that lost, milliseconds lost) by a client that follows the plan."""
         lost, lost_ms = 0, 0.0
-        while (hit := self.look_up(COST)).plan.reason is Reason.OK:
+        while (hit := self.look_up(self._rates.cost)).plan.reason is Reason.OK:
             fetched = self.load(hit)
-            saved_ms = len(hit.keys_to_load) / PROMPT_BLOCKS * COMPUTE_MS
+            saved_ms = len(hit.keys_to_load) / PROMPT_BLOCKS * self._rates.compute_ms
             lost += fetched.load_ms > saved_ms
             lost_ms += max(0.0, fetched.load_ms - saved_ms)
             if lost > 10 * LEARNING_MAX:
@@ -195,7 +210,7 @@ class Audit:
         """How many of these look-ups of whole prompts are advised to load nothing from disk."""
         declined = 0
         for _ in range(lookups):
-            hit = self.look_up(COST)
+            hit = self.look_up(self._rates.cost)
             disk = [one for one in hit.plan.tiers if one.tier == 1]
             declined += all(one.load_blocks == 0 for one in disk)
             time.sleep(pause_s)
@@ -205,7 +220,7 @@ class Audit:
         """Seconds until a look-up is advised to load what only the disk has."""
         begun_s = time.monotonic()
         while (waited_s := time.monotonic() - begun_s) < most_s:
-            hit = self.look_up(COST)
+            hit = self.look_up(self._rates.cost)
             if any(one.tier == 1 and one.load_blocks for one in hit.plan.tiers):
                 return waited_s
             time.sleep(0.05)
@@ -241,28 +256,28 @@ def counted(daemon: Daemon) -> dict[str, float]:
     return {name: float(values.get(series, 0)) for name, series in names.items()}
 
 
-def run(folder: Path, *, loads: int = LOADS, seed: int = 1) -> dict[str, Any]:
+def run(folder: Path, *, loads: int = LOADS, seed: int = 1, rates: Rates = RATES) -> dict[str, Any]:
     """The whole audit. Failed: no verdict."""
     rate_file = folder / "rate"
-    rate_file.write_text(str(FAST))
+    rate_file.write_text(str(rates.fast))
     config = ClientConfig(deadline_ms=10_000)
     with daemon_in(folder, rate_file) as daemon:
         daemon.start()
         with Client(daemon.data_socket, config=config) as client:
-            audit = Audit(client.space(MODEL), rate_file, seed)
+            audit = Audit(client.space(MODEL), rate_file, rates, seed)
             audit.fill()
-            fast = audit.predictions(FAST, loads)
+            fast = audit.predictions(rates.fast, loads)
             accepted = sum(
-                audit.look_up(COST).plan.load_blocks == PROMPT_BLOCKS for _ in range(PROMPTS)
+                audit.look_up(rates.cost).plan.load_blocks == PROMPT_BLOCKS for _ in range(PROMPTS)
             )
-            audit.disk(SLOW)
+            audit.disk(rates.slow)
             lost, lost_ms = audit.until_declined()
-            slow = audit.predictions(SLOW, loads)
+            slow = audit.predictions(rates.slow, loads)
             asked = 2 * loads
             declined = audit.declined_of(asked, 0.05)
-            audit.disk(FAST)
+            audit.disk(rates.fast)
             recovery_s = audit.until_accepted(2 * RECOVERY_S_MAX)
-            again = audit.predictions(FAST, loads)
+            again = audit.predictions(rates.fast, loads)
             told = counted(daemon)
         daemon.stop()
     figures = {
@@ -271,7 +286,7 @@ def run(folder: Path, *, loads: int = LOADS, seed: int = 1) -> dict[str, Any]:
         "load_average": [round(one, 1) for one in os.getloadavg()],
         "rates": "both throttled: what is compared is the disk's time, not the machine's noise",
         "block_bytes": BLOCK_BYTES,
-        "compute_ms_per_prompt": COMPUTE_MS,
+        "compute_ms_per_prompt": rates.compute_ms,
         "fast": fast.as_fields(),
         "slow": slow.as_fields(),
         "fast_again": again.as_fields(),

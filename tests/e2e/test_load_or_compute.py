@@ -16,7 +16,7 @@ LOADS = 12
 
 
 def test_a_slow_disk_is_declined_and_accepted_again(tmp_path: Path) -> None:
-    figures = audit.run(tmp_path, loads=LOADS)
+    figures = audit.run(tmp_path, loads=LOADS, rates=audit.QUICK)
     asked = figures["declined_while_slow"][1]
     assert figures["loads_that_lost"] <= audit.LEARNING_MAX, figures
     assert figures["declined_while_slow"] == [asked, asked], figures
