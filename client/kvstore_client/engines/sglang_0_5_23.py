@@ -46,7 +46,21 @@ LOADERS = (
     "checkpoint_engine_wait_weights_before_ready",
 )
 """Settings by which weights are made, changed or fetched another way than from the files."""
-SETTINGS = ("quantization", "kv_cache_dtype", "model_impl", "json_model_override_args")
+SETTINGS = (
+    "quantization",
+    "kv_cache_dtype",
+    "model_impl",
+    "json_model_override_args",
+    "torchao_config",
+    "dllm_algorithm",
+)
+FORMATS = (
+    "storage_format_tag",
+    "stores_page_envelope",
+    "dsa_kv_cache_store_fp8",
+    "_layer_shard_enabled",
+)
+"""Of a pool, where they are set: its pages have a form of their own."""
 
 
 def weights_version() -> str:
@@ -65,6 +79,9 @@ def facts_of(
         named = get_model()
     except ValueError as error:
         raise Refused(f"SGLang has published no configuration here: {error}") from error
+    for name in FORMATS:
+        if getattr(pool, name, None):
+            raise Refused(f"the host memory has pages in a form of its own ({name})")
     kind = POOLS.get(type(pool).__name__, type(pool).__name__)
     page_tokens = int(pool.page_size)
     layers = int(pool.layer_num)

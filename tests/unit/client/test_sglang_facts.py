@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from kvstore.model.fingerprint import Verdict, compare
 from kvstore.model.layout import layout_of
 from kvstore.model.reasons import KVStoreError
+from kvstore_client.engines.options import Options
 from kvstore_client.engines.refused import Refused
 from kvstore_client.engines.sglang_facts import (
     LAYOUTS,
@@ -21,7 +24,9 @@ from kvstore_client.engines.sglang_facts import (
     weights_folder,
     why_unnamed,
 )
+from kvstore_client.engines.tier_values import OUTCOMES
 
+PAGE = Path(__file__).resolve().parent.parent.parent.parent / "deploy/docs/sglang.md"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -198,3 +203,35 @@ def test_keys_are_those_of_the_whole_prefix() -> None:
 def test_what_is_no_hash_is_no_key(wrong: str) -> None:
     with pytest.raises((ValueError, KVStoreError)):
         key_of(wrong)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_options_are_those_of_the_page() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    table = page.partition("| option in the extra config |")[2].partition("\n\n")[0]
+    listed = {name: row for row in table.splitlines()[2:] for name in _names(row.split("|")[1])}
+    assert set(listed) == {field.name for field in dataclasses.fields(Options)}
+    for field in dataclasses.fields(Options):
+        if isinstance(field.default, bool | int | float) and field.default:
+            assert f"| {field.default} |" in listed[field.name]
+    (example,) = re.findall(r"--hicache-storage-backend-extra-config '(.*)'", page)
+    given = json.loads(example)
+    assert [given.pop(name) for name in ("backend_name", "interface_v1")] == ["kvstore", 1]
+    assert (given.pop("module_path"), given.pop("class_name")) == (
+        "kvstore_client.engines.sglang",
+        "KVStoreBackend",
+    )
+    assert Options.of(given) == Options(target="/run/kvstore/data.sock")
+
+
+def test_outcomes_are_those_of_the_page() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition("| outcome |")[2].partition("\n\n")[0]
+    listed = {name for row in table.splitlines()[2:] for name in _names(row.split("|")[1])}
+    # A page store waits for each answer: none comes late.
+    assert listed == {*OUTCOMES} - {"lookup_late"}
+
+
+def _names(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)
