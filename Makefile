@@ -52,9 +52,10 @@ $(ENGINES)/installed: constraints/engines.txt
 	$(ENGINES)/bin/python -m pip install --progress-bar off -q --only-binary :all: --no-deps -r constraints/engines.txt
 	@touch $@
 
-# One process: each engine takes the cores that there are. Warnings are those of vLLM and torch.
+# One process: each engine takes the cores that there are. Warnings are those of vLLM and torch. What
+# needs a GPU is left out, so that what is skipped is a fault.
 test-engines: $(ENGINES)/installed
-	$(ENGINES)/bin/python -m pytest tests/engines -p no:cacheprovider -W ignore --durations=10
+	$(ENGINES)/bin/python -m pytest tests/engines -m 'not gpu' -p no:cacheprovider -W ignore --durations=10
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -5,6 +5,8 @@ One life of one daemon, told in order: tests run from top to bottom and share th
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import random
 import signal
@@ -16,6 +18,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.model.fingerprint import Fingerprint
+from kvstore.model.keys import BlockKey
+from kvstore_client import Client
 from tests.daemon import Daemon, make_daemon
 from tests.engines.kit import (
     STORED_TOKENS,
@@ -30,6 +35,8 @@ from tests.engines.kit import (
 )
 from tests.rawclient import RawAdmin
 
+_fresh = itertools.count(2_000_000)
+
 pytestmark = pytest.mark.timeout(900)
 
 EARLY = prompts(2, seed=10)  # before there is a daemon
@@ -40,8 +47,10 @@ LOADING = prompts(1, seed=14, length=1_500)
 AWAY = prompts(2, seed=15)
 KILLED = prompts(5, seed=16, length=1_500)
 UNSEEN = prompts(2, seed=17)  # asked while the daemon is frozen
-FULL = prompts(2, seed=18)
-ALL = [*EARLY, *FIRST, *DISK, *FROZEN, *LOADING, *AWAY, *KILLED, *UNSEEN, *FULL]
+FILLING = prompts(2, seed=18)
+FULL = prompts(2, seed=19)
+REJECTED = prompts(1, seed=20)
+ALL = [*EARLY, *FIRST, *DISK, *FROZEN, *LOADING, *AWAY, *KILLED, *UNSEEN, *FULL, *REJECTED]
 
 DEADLINES = {"lookup_deadline_ms": 1_000, "load_deadline_ms": 4_000, "store_deadline_ms": 5_000}
 OUTAGE_S = 15.0
@@ -49,8 +58,7 @@ OUTAGE_S = 15.0
 FROZEN_S = 30.0
 """Longer than any deadline, and than the daemon gives a client that is silent."""
 SMALL: dict[str, Any] = {"host__capacity_bytes": "4MiB", "host__staging_bytes": "512KiB"}
-"""Some twenty-eight blocks."""
-PINNED = 16
+"""Of twenty-eight blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -181,27 +189,45 @@ def test_a_dead_daemon_is_a_miss(
     assert check(reader, AWAY, without, 0) < OUTAGE_S
 
 
+@contextlib.contextmanager
+def in_its_place(daemon: Daemon, folder: Path, **settings: Any) -> Iterator[Daemon]:
+    """Another daemon on the sockets of this one, which is dead."""
+    runtime = daemon.settings["server.runtime_dir"]
+    other = make_daemon(folder, server__runtime_dir=runtime, **settings).start()
+    try:
+        yield other
+    finally:
+        other.kill()
+
+
 def test_a_daemon_that_is_full_refuses_and_the_engine_goes_on(
     reader: Engine, daemon: Daemon, without: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """In the place of the other one, and everything that it can hold is pinned."""
-    runtime = daemon.settings["server.runtime_dir"]
-    small = make_daemon(tmp_path, **SMALL, server__runtime_dir=runtime).start()
-    try:
-        until_in_use(reader, small)
-        filling = prompts(5, seed=19)
-        keys = [key for prompt in filling for key in reader.keys(prompt)]
-        reader.generate(filling)
-        until_stored(reader, small, PINNED)
-        with RawAdmin(small.admin_socket) as admin:
-            (space,) = admin.call("Spaces").spaces
-            packed = b"".join(map(bytes.fromhex, keys))
-            pinned = admin.call("Pin", space_id=space.space_id, keys=packed).pinned
-        assert pinned >= PINNED
+    """Another client holds all that it has, so that nothing can make room."""
+    with contextlib.ExitStack() as held:
+        full = held.enter_context(in_its_place(daemon, tmp_path, **SMALL))
+        until_in_use(reader, full)
+        before = stored_blocks(full)
+        reader.generate(FILLING, max_tokens=1)
+        until_stored(reader, full, before + whole_blocks(*FILLING, max_tokens=1))
+        (space,) = operator(full, "spaces")["spaces"]
+        client = held.enter_context(Client(full.data_socket))
+        holder = client.space(Fingerprint.from_dict(space["fingerprint"]))
+        for prompt in FILLING:
+            keys = [BlockKey(bytes.fromhex(key)) for key in reader.keys(prompt)]
+            assert held.enter_context(holder.view(keys)).blocks == len(keys)
         check(reader, FULL, without, 0)
-        until_refused(reader, small, "NO_SPACE")
-    finally:
-        small.kill()
+        until_refused(reader, full, "NO_SPACE")
+
+
+def test_a_daemon_that_rejects_what_it_is_given_costs_no_token(
+    reader: Engine, daemon: Daemon, without: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Whatever the engine stores is larger than this daemon takes."""
+    with in_its_place(daemon, tmp_path, host__staging_bytes="64KiB") as strict:
+        check(reader, REJECTED, without, 0)
+        until_refused(reader, strict, "PART_TOO_LARGE")
+        assert stored_blocks(strict) == 0
 
 
 def until_refused(engine: Engine, daemon: Daemon, reason: str) -> None:
@@ -214,7 +240,7 @@ def until_refused(engine: Engine, daemon: Daemon, reason: str) -> None:
         if reason in reasons:
             return
         assert time.monotonic() < end, reasons
-        engine.generate(prompts(1, seed=20), max_tokens=1)
+        engine.generate(prompts(1, seed=next(_fresh)), max_tokens=1)
 
 
 def test_what_was_stored_is_restored_from_disk_after_a_kill(
