@@ -18,8 +18,10 @@ from kvstore.model.fingerprint import (
 from kvstore.model.keys import BlockKey, ContentItem, Extras, array_digest
 from kvstore.model.reasons import BadRequest, KVStoreError, Origin, Reason, Unavailable
 from kvstore_client.aio import AsyncClient, AsyncSpace
+from kvstore_client.aio_layers import AsyncLayerFetch, AsyncLayerPush
 from kvstore_client.client import Client, Space
 from kvstore_client.config import ClientConfig
+from kvstore_client.layers import LayerFetch, LayerPush
 from kvstore_client.results import (
     Compared,
     Connection,
@@ -36,6 +38,8 @@ from kvstore_client.views import Views
 
 __all__ = [
     "AsyncClient",
+    "AsyncLayerFetch",
+    "AsyncLayerPush",
     "AsyncSpace",
     "BadRequest",
     "BlockKey",
@@ -54,6 +58,8 @@ __all__ = [
     "Identity",
     "KVStoreError",
     "KeyExplanation",
+    "LayerFetch",
+    "LayerPush",
     "LoadAdvice",
     "Origin",
     "Placement",

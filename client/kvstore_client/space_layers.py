@@ -53,7 +53,9 @@ def fetch_layers(
     if type(layers_at_once) is not int or layers_at_once < 1:
         raise BadRequest(Reason.BAD_SIZE, "layers_at_once is an int from 1 on", "layers_at_once")
     keys, no_keys = core.keys_to_load(given)
+    made_here = out is None
     out, targets = layer_targets(core.spec, core.root.device, out, len(keys), part)
+    no_memory = made_here and len(out[0]) < len(keys)
     row_bytes = sum(target.layer_bytes for target in targets)
     offset = core.spec.layout.parts[core.spec.part].offset
     fetching = FetchRequest(
@@ -74,6 +76,9 @@ def fetch_layers(
         return LayerCopying(core.root, core.spec, request, deadline, held, fetched)
 
     def start(context: Context) -> Operation[LayerCopying]:
+        if no_memory:
+            detail = f"this process has no memory for {len(keys)} blocks; give `out`"
+            return no_steps(copying(reads.Copied(reason=Reason.NO_SPACE, detail=detail)))
         if not keys:
             return no_steps(copying(reads.Copied(reason=no_keys)))
         return then(layer_reads.lease(context, core.spec, request), copying)
@@ -119,8 +124,9 @@ def push_layers(
 def layer_targets(
     spec: SpaceSpec, device: Driver, out: Any, blocks: int, part: bool
 ) -> tuple[Any, list[Target]]:
-    """`out`, made here if it is None, and where each layer goes. BadRequest(BAD_SIZE) if it does
-    not fit, (NOT_SUPPORTED) where only the engine knows the inside of its blocks.
+    """`out`, made here if it is None (without rows if there is no memory for them), and where each
+    layer goes. BadRequest(BAD_SIZE) if it does not fit, (NOT_SUPPORTED) where only the engine knows
+    the inside of its blocks.
     """
     layout = spec.layout
     own = layout.part(spec.part)
@@ -139,10 +145,10 @@ def layer_targets(
         row_bytes = sum(span.stop - span.start for span in spans[0])
         try:
             out = np.empty((len(numbers), blocks, row_bytes), np.uint8)
-        except (MemoryError, ValueError):
-            raise BadRequest(
-                Reason.BAD_SIZE, f"no memory for {blocks} blocks; give `out`", "out"
-            ) from None
+        except (MemoryError, ValueError):  # ValueError: more than there are addresses
+            return layer_targets(
+                spec, device, np.empty((len(numbers), 0, row_bytes), np.uint8), 0, part
+            )
     try:
         arrays = list(out)
     except TypeError:

@@ -198,6 +198,17 @@ def test_more_keys_than_a_call_may_have_are_leased_in_several(make: MakeClient) 
     store.close()
 
 
+def test_memory_that_this_process_does_not_have_is_a_miss(
+    make: MakeClient, store: FakeStore
+) -> None:
+    wide = model(layers=16_384, heads=256, head_size=256)
+    space = make(transport=store.transport).space(wide)
+    fetch = space.fetch_layers([bytes(32)] * (1 << 16))  # a PiB: more than there are addresses
+    assert (fetch.blocks, fetch.layers, fetch.wait(0)) == (0, 16_384, 0)
+    assert fetch.result().reason is Reason.NO_SPACE
+    assert not store.requests["Acquire"]
+
+
 def test_what_a_closed_or_dropped_fetch_leased_is_given_back(
     make: MakeClient, store: FakeStore
 ) -> None:
