@@ -65,6 +65,8 @@ __all__ = [
 
 PIECE_BYTES = 64 << 20
 """Copied at a time, 10-15 ms: the deadline is looked at in between."""
+TOKENS_MAX = 0xFFFF_FFFF
+"""In a message's field."""
 ANSWER_MARGIN_MS = 20
 """Left of the deadline for the answer of a daemon that waits."""
 
@@ -97,6 +99,8 @@ class FetchRequest:
     """Of loading all of the keys, by a plan; 0: nothing was predicted."""
     audit: bool = False
     """Nothing is saved by it: the blocks are looked at, not used."""
+    prompt_tokens: int = 0
+    """Of the whole prompt; 0: unknown. What is kept follows from it."""
 
 
 @dataclass(slots=True)
@@ -274,6 +278,7 @@ def acquire_request(
         wait_ms=min(request.wait_ms, left_ms),
         all_or_nothing=request.all_or_nothing,
         request_id=request.request_id,
+        prompt_tokens=min(request.prompt_tokens, TOKENS_MAX),
     )
 
 
@@ -399,12 +404,28 @@ def load_report(
 
 
 def view(
-    context: Context, spec: SpaceSpec, keys: Sequence[BlockKey], *, wait_ms: int, request_id: str
+    context: Context,
+    spec: SpaceSpec,
+    keys: Sequence[BlockKey],
+    *,
+    wait_ms: int,
+    request_id: str,
+    prompt_tokens: int = 0,
 ) -> Operation[ViewLease]:
     """Leases blocks in place. The lease is the caller's to release, if its id is not 0."""
 
     def attempt(session: Session, binding: Binding) -> Operation[ViewLease]:
-        return _view(context, spec, session, binding, keys, wait_ms, request_id)
+        left_ms = max(0, context.deadline.left_ms() - ANSWER_MARGIN_MS)
+        request = pb.AcquireRequest(
+            session=session.secret,
+            space_id=binding.space_id,
+            keys=b"".join(keys),
+            mode=pb.LEASE_MODE_VIEW,
+            wait_ms=min(wait_ms, left_ms),
+            request_id=request_id,
+            prompt_tokens=min(prompt_tokens, TOKENS_MAX),
+        )
+        return _view(context, spec, session, binding, keys, request)
 
     return (yield from in_space(spec, attempt))
 
@@ -415,22 +436,12 @@ def _view(
     session: Session,
     binding: Binding,
     keys: Sequence[BlockKey],
-    wait_ms: int,
-    request_id: str,
+    request: pb.AcquireRequest,
 ) -> Operation[ViewLease]:
     if session.memory is None:
         raise CallFailed(Reason.NOT_SUPPORTED, "views need shared memory; fetch instead")
     if len(keys) > session.keys_per_call_max:
         raise CallFailed(Reason.TOO_MANY_KEYS)
-    left_ms = max(0, context.deadline.left_ms() - ANSWER_MARGIN_MS)
-    request = pb.AcquireRequest(
-        session=session.secret,
-        space_id=binding.space_id,
-        keys=b"".join(keys),
-        mode=pb.LEASE_MODE_VIEW,
-        wait_ms=min(wait_ms, left_ms),
-        request_id=request_id,
-    )
     step = Rpc(session, "Acquire", request, pb.AcquireReply)
     reply: pb.AcquireReply = yield from granted(context, step)
     if not reply.lease_id:

@@ -81,6 +81,7 @@ def download_blocks(
                 keys=b"".join(keys),
                 wait_ms=min(request.wait_ms, context.deadline.left_ms()),
                 request_id=request.request_id,
+                prompt_tokens=min(request.prompt_tokens, 0xFFFF_FFFF),
             )
             chunks = session.transport.download(
                 message.SerializeToString(), context.deadline.left_s()

@@ -185,6 +185,7 @@ class Core:
         all_or_nothing: bool = False,
         below: Mapping[bytes, int] | None = None,
         reach: frozenset[int] | None = None,
+        prompt_tokens: int = 0,
         now_ns: int,
     ) -> Acquired:
         """A read lease.
@@ -193,6 +194,7 @@ class Core:
         written or loaded; the lease is ready when all of that came or failed. below: key to archive
         tier, for keys that an archive holds: they are loaded, and what is being loaded is waited
         for, also without `wait`; None: neither. reach: pools that the reader can read; None: all.
+        prompt_tokens: of the prompt that these blocks belong to; 0: it has no more that is known.
         """
         known = self._session(session)
         if known is None:
@@ -209,6 +211,7 @@ class Core:
             all_or_nothing=all_or_nothing,
             below=below,
             reach=reach,
+            prompt_tokens=prompt_tokens,
             now_ns=now_ns,
         )
 

@@ -76,6 +76,7 @@ class Reads:
         all_or_nothing: bool,
         below: Mapping[bytes, int] | None,
         reach: frozenset[int] | None,
+        prompt_tokens: int,
         now_ns: int,
     ) -> Acquired:
         """Takes a read lease on what is there, and on what comes if the caller waits."""
@@ -90,18 +91,20 @@ class Reads:
         lease = ReadLease(kind, session, space, None if view else until_ns)
         lease.all_or_nothing = all_or_nothing
         lease.reach = reach
+        # A prompt is no shorter than what is asked for of it.
+        tokens = max(prompt_tokens, len(keys) * space.fingerprint.encoding.block_tokens)
         allowed = self._view_blocks(session, space) if view else len(keys)
         absent = self._hold_present(lease, keys, reach, allowed)
         if absent:
-            request = _Request(keys, wait, below, reach, allowed, now_ns)
+            request = _Request(keys, tokens, wait, below, reach, allowed, now_ns)
             if all_or_nothing and not all(self._may_come(lease, i, request) for i in absent):
                 self._explain_first(lease, keys, absent)
                 release_holds(lease.slots)
                 return Acquired(0, False, lease.reasons[min(lease.reasons)])
             self._fetch_absent(lease, absent, request)
-        return self._grant(lease, len(keys), now_ns)
+        return self._grant(lease, tokens, now_ns)
 
-    def _grant(self, lease: ReadLease, blocks: int, now_ns: int) -> Acquired:
+    def _grant(self, lease: ReadLease, prompt_tokens: int, now_ns: int) -> Acquired:
         reason = lease.reasons[min(lease.reasons)] if lease.reasons else Reason.OK
         held = [slot for slot in lease.slots if slot is not None]
         nothing = not held and not lease.pending
@@ -109,8 +112,7 @@ class Reads:
             lease.ended = True
             release_holds(held)
             return Acquired(0, False, reason)
-        tokens = blocks * lease.space.fingerprint.encoding.block_tokens
-        self.names.use(held, tokens, now_ns)
+        self.names.use(held, prompt_tokens, now_ns)
         if lease.kind is LeaseKind.VIEW:
             assert lease.session is not None
             lease.view_bytes = (len(held) + lease.pending) * lease.space.layout.block_bytes
@@ -211,8 +213,8 @@ class Reads:
         if arena is None:
             return None, Reason.NOT_SUPPORTED
         parent = request.keys[index - 1] if index else b""
-        tokens = len(request.keys) * space.fingerprint.encoding.block_tokens
-        loaded = self.moves.load(space, key, parent, index, tokens, archive, arena, request.now_ns)
+        tokens, now_ns = request.prompt_tokens, request.now_ns
+        loaded = self.moves.load(space, key, parent, index, tokens, archive, arena, now_ns)
         return (loaded, None) if isinstance(loaded, Slot) else (None, loaded)
 
     def _bring_into_reach(self, slot: Slot, request: _Request) -> tuple[Slot | None, Reason | None]:
@@ -276,11 +278,12 @@ class Reads:
 class _Request:
     """What an acquire was asked, for those who look for absent blocks."""
 
-    __slots__ = ("allowed", "below", "keys", "now_ns", "reach", "wait")
+    __slots__ = ("allowed", "below", "keys", "now_ns", "prompt_tokens", "reach", "wait")
 
     def __init__(
         self,
         keys: Sequence[bytes],
+        prompt_tokens: int,
         wait: bool,
         below: Mapping[bytes, int] | None,
         reach: frozenset[int] | None,
@@ -288,6 +291,7 @@ class _Request:
         now_ns: int,
     ) -> None:
         self.keys = keys
+        self.prompt_tokens = prompt_tokens
         self.wait = wait
         self.below = below
         self.reach = reach

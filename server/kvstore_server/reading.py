@@ -241,6 +241,7 @@ class ReadCalls:
             load_ns=self._boundary.load_ns(call),
             all_or_nothing=request.all_or_nothing,
             device_uuid=request.device_uuid if session.fd_bound else "",
+            prompt_tokens=request.prompt_tokens,
         )
         try:
             session.grants.check(request.nonce)

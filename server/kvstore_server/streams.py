@@ -76,6 +76,7 @@ class StreamCalls:
             ttl_ns=min(ttl_ns, self._boundary.left_ns(call)),
             wait_ns=self._boundary.wait_ns(call, request.wait_ms),
             load_ns=self._boundary.load_ns(call),
+            prompt_tokens=request.prompt_tokens,
         )
         self._boundary.stage(call, "plan")
         absence = self._reads.absence(call, request.space_id, keys, leased)

@@ -171,6 +171,8 @@ def test_writes_warn_and_at_their_stop_line_nothing_is_saved_until_the_day_is_ov
         assert push(daemon, prompt, durable=True) is Reason.OK
     until_state(daemon, WARN, "writes", "disk")
     assert said(daemon, "past its warn line", "writes")
+    wanted = float(daemon_value(daemon, "kvstore_disk_save_chance_wanted"))
+    assert 0 < wanted <= 1, "what is saved by itself has to promise more"
     until(
         "the budget is used",
         lambda: any(push(daemon, one, durable=True) is not Reason.OK for one in prompts),

@@ -1038,6 +1038,7 @@ class AcquireRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
     DEVICE_UUID_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     space_id: builtins.int
     keys: builtins.bytes
@@ -1053,6 +1054,8 @@ class AcquireRequest(google.protobuf.message.Message):
     """names this call within its session, for Release.unheard; 0: it cannot be named"""
     device_uuid: builtins.str
     """the caller reads into this GPU, one of Welcome.device_uuids, and can open its pools: places may be in them; empty: in regions that can be mapped only"""
+    prompt_tokens: builtins.int
+    """of the whole prompt, of which these are some blocks; 0: unknown, and taken for these blocks' own"""
     def __init__(
         self,
         *,
@@ -1066,8 +1069,9 @@ class AcquireRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         nonce: builtins.int = ...,
         device_uuid: builtins.str = ...,
+        prompt_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["all_or_nothing", b"all_or_nothing", "device_uuid", b"device_uuid", "keys", b"keys", "mode", b"mode", "nonce", b"nonce", "request_id", b"request_id", "session", b"session", "space_id", b"space_id", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_or_nothing", b"all_or_nothing", "device_uuid", b"device_uuid", "keys", b"keys", "mode", b"mode", "nonce", b"nonce", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "space_id", b"space_id", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___AcquireRequest: typing_extensions.TypeAlias = AcquireRequest
 
@@ -1599,11 +1603,14 @@ class FetchRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     WAIT_MS_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     space_id: builtins.int
     keys: builtins.bytes
     wait_ms: builtins.int
     request_id: builtins.str
+    prompt_tokens: builtins.int
+    """as for Acquire"""
     def __init__(
         self,
         *,
@@ -1612,8 +1619,9 @@ class FetchRequest(google.protobuf.message.Message):
         keys: builtins.bytes = ...,
         wait_ms: builtins.int = ...,
         request_id: builtins.str = ...,
+        prompt_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "request_id", b"request_id", "session", b"session", "space_id", b"space_id", "wait_ms", b"wait_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "space_id", b"space_id", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 

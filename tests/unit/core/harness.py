@@ -274,6 +274,7 @@ class Bench:
         below: Mapping[bytes, int] | None = None,
         reach: frozenset[int] | None = None,
         ttl_ns: int = 10 * SECOND,
+        prompt_tokens: int = 0,
     ) -> Acquired:
         """Acquires."""
         self.now_ns += STEP_NS
@@ -287,6 +288,7 @@ class Bench:
             all_or_nothing=all_or_nothing,
             below=below,
             reach=reach,
+            prompt_tokens=prompt_tokens,
             now_ns=self.now_ns,
         )
 

@@ -412,3 +412,18 @@ def test_leased_bytes_are_told_to_the_group_that_holds_them(bench: Bench) -> Non
     assert told == [0, 2 * BLOCK, 3 * BLOCK]
     assert bench.core.leased_bytes(stranger, lease, 2) == 0
     assert bench.core.leased_bytes(session, 999, 2) == 0
+
+
+def test_blocks_know_the_length_of_the_prompt_that_asked_for_them() -> None:
+    """As its reader says, else that of what he asked for; never less than that."""
+    bench = Bench(disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(3))
+    index = bench.core.books.spaces.get(space).index  # type: ignore[union-attr]
+    for told, wanted in ((0, 32), (5_000, 5_000), (7, 32)):
+        bench.acquire(session, space, keys(2), prompt_tokens=told)
+        assert [index[key].prompt_tokens for key in keys(3)] == [wanted, wanted, 48]
+    below = dict.fromkeys(keys(2, "saved"), bench.disk)
+    bench.acquire(session, space, keys(2, "saved"), below=below, prompt_tokens=900)
+    assert [index[key].prompt_tokens for key in keys(2, "saved")] == [900, 900]
