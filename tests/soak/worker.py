@@ -116,8 +116,11 @@ class Worker:
     def request(self) -> None:
         space, model = self._spaces[int(self._rng.integers(len(self._spaces)))]
         keys = self._prompt(space)
-        if self._rng.random() < 0.1:
+        kind = self._rng.random()
+        if kind < 0.1:
             held = self._view(space, model, keys)
+        elif kind < 0.3:
+            held = self._fetch_layers(space, model, keys)
         else:
             held = self._fetch(space, model, keys)
         if held < len(keys):
@@ -137,6 +140,28 @@ class Worker:
         self.counts[f"fetch {fetched.reason.name}"] += 1
         return fetched.blocks
 
+    def _fetch_layers(self, space: Space, model: Fingerprint, keys: list[BlockKey]) -> int:
+        """Some are closed on the way, as by an engine that gives a request up."""
+        layers = layout_of(model).layers
+        out = np.empty((layers, len(keys), layout_of(model).block_bytes // layers), np.uint8)
+        given_up = int(self._rng.integers(8 * layers))
+        good = len(keys)
+        with space.fetch_layers(keys, out) as fetch:
+            for layer in range(layers):
+                told = fetch.wait(layer)
+                if told > good:
+                    raise AssertionError("a layer has more blocks than the one before")
+                good = told
+                if layer == given_up:
+                    self.counts["fetches by layers given up"] += 1
+                    return len(keys)
+            fetched = fetch.result()
+        rows = np.ascontiguousarray(out.swapaxes(0, 1)).reshape(len(keys), -1)
+        for index in range(fetched.blocks):
+            self._blocks.verify(rows[index], model, keys[index])
+        self.counts[f"fetch by layers {fetched.reason.name}"] += 1
+        return fetched.blocks
+
     def _view(self, space: Space, model: Fingerprint, keys: list[BlockKey]) -> int:
         with space.view(keys) as views:
             copies = [np.array(array) for array in views.arrays]
@@ -148,7 +173,16 @@ class Worker:
         return held
 
     def _push(self, space: Space, model: Fingerprint, keys: list[BlockKey], first: int) -> None:
-        pushed = space.push(keys, self._blocks.rows(model, keys[first:]), first_block=first)
+        rows = self._blocks.rows(model, keys[first:])
+        if self._rng.random() < 0.2:
+            layers = layout_of(model).layers
+            by_layer = np.asarray(rows).reshape(len(keys) - first, layers, -1).swapaxes(0, 1)
+            with space.push_layers(keys, first_block=first) as push:
+                for layer in range(layers):
+                    push.put(layer, by_layer[layer])
+                pushed = push.commit()
+        else:
+            pushed = space.push(keys, rows, first_block=first)
         self.counts["blocks stored"] += pushed.stored
         self.counts[f"push {pushed.reason.name}"] += 1
 
