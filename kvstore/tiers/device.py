@@ -70,6 +70,26 @@ class DeviceStats:
     lost: str
 
     @property
+    def gauges(self) -> dict[str, float]:
+        """By the parts of metrics' names that they are, as an archive's."""
+        return {
+            "made_bytes": self.made_bytes,
+            "registered_bytes": self.registered_bytes,
+            "exported_regions": self.exported_regions,
+        }
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """As `gauges`; some with a label."""
+        return {
+            "copies way=in": self.copies_in,
+            "copies way=out": self.copies_out,
+            "copied_bytes way=in": self.copied_in_bytes,
+            "copied_bytes way=out": self.copied_out_bytes,
+            "copies_failed": self.copies_failed,
+        }
+
+    @property
     def state(self) -> str:
         """A word, or the sentence that says what is wrong."""
         if self.lost:

@@ -131,7 +131,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             spaces_held=core.spaces_held,
             counters={
                 **self._metrics.flat(),
-                **flatten(of_archives(stats.archives)),
+                **flatten(of_archives({**stats.archives, **stats.devices})),
                 **flatten(of_guards(stats.guards)),
             },
         )

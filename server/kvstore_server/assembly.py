@@ -102,12 +102,9 @@ class Assembly:
             if self.disk is not None:
                 archives[at["disk"]] = GuardedArchive(self.disk)
             devices: dict[int, DeviceTier] = {}
-            gpu = gpus.device_threads() if gpus.NAME in at else None
-            if gpu is not None:
-                undo.callback(gpu.shutdown, wait=True)
-                device = gpus.make_device(settings, self.host, gpu)
+            gpu, device = gpus.begin(settings, self.host, undo)
+            if device is not None:
                 devices[at[gpus.NAME]] = device
-                undo.callback(lambda: gpu.submit(device.close).result())
             disk_threads = device_threads() if archives else None
             if disk_threads is not None:
                 # Not waited for: what hangs in a device must not keep the daemon from ending.
@@ -130,14 +127,6 @@ class Assembly:
                 remote_executor=gpu,
             )
             undo.callback(self.mover.close)
-            host_link = Link(
-                "host", bytes_per_second=HOST_BYTES_PER_SECOND, latency_ns=HOST_LATENCY_NS
-            )
-            links = {
-                "host": host_link,
-                "disk": disk_link(host_link),
-                gpus.NAME: gpus.device_link(settings, host_link),
-            }
             self.store = Store(
                 self._core(settings, core_limits, tiers),
                 host=self.host,
@@ -147,7 +136,7 @@ class Assembly:
                 clock=clock,
                 archives=archives,
                 guard_limits=guard_limits(settings.guards),
-                links=[links[tier.name] for tier in tiers],
+                links=_links(settings, tiers),
                 devices=devices,
             )
             self.store.guards.listeners.append(tell_of_guard)
@@ -155,7 +144,10 @@ class Assembly:
             if self.disk is not None:
                 self._start_disk(self.disk, loop)
             self._undo = undo.pop_all()
-        regions = self.capacity_bytes // core_limits.region_bytes(self.capacity_bytes)
+        self._tell(settings, core_limits.region_bytes(self.capacity_bytes))
+
+    def _tell(self, settings: Settings, region_bytes: int) -> None:
+        regions = self.capacity_bytes // region_bytes
         reads_max = READS_MAX * max(1, len(settings.tenants))
         if few := why_few_descriptors(regions, self.limits.sessions_max, reads_max):
             event(log, logging.WARNING, few, setting="limits.sessions_max")
@@ -250,6 +242,16 @@ class Assembly:
                 setting="state.path",
             )
         return ledger
+
+
+def _links(settings: Settings, tiers: Sequence[TierSpec]) -> list[Link]:
+    host_link = Link("host", bytes_per_second=HOST_BYTES_PER_SECOND, latency_ns=HOST_LATENCY_NS)
+    links = {
+        "host": host_link,
+        "disk": disk_link(host_link),
+        gpus.NAME: gpus.device_link(settings, host_link),
+    }
+    return [links[tier.name] for tier in tiers]
 
 
 def _core_limits(settings: Settings, limits: Limits) -> CoreLimits:

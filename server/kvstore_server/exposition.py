@@ -26,6 +26,7 @@ from kvstore.store import StoreStats
 from kvstore.store.guards import GuardStats
 from kvstore.store.values import LinkStats
 from kvstore.tiers.base import ArchiveStats
+from kvstore.tiers.device import DeviceStats
 from kvstore.tiers.host import HostStats
 from kvstore_server.counts import Counts, Histogram, result_of
 from kvstore_server.guarding import rows_of_guards
@@ -90,7 +91,7 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield from _of_events(store.core.counters)
     yield _gauge("sessions_max", "Clients that may be attached.", [({}, snapshot.sessions_max)])
     yield from _of_host(store.host, snapshot.wanted_bytes)
-    yield from of_archives(store.archives)
+    yield from of_archives({**store.archives, **store.devices})
     yield from of_guards(store.guards)
     yield _gauge("fd_connections", "Clients on the fd socket.", [({}, snapshot.fd_connections)])
     events = [({"event": name}, n) for name, n in sorted(snapshot.fd_events.items())]
@@ -364,13 +365,13 @@ def of_guards(guards: Sequence[GuardStats]) -> Iterator[Metric]:
         yield (_counter if counter else _gauge)(name, text, rows)
 
 
-def of_archives(archives: Mapping[str, ArchiveStats]) -> Iterator[Metric]:
-    """A metric for each number of a tier below the host: `kvstore_disk_saves_total`."""
+def of_archives(archives: Mapping[str, ArchiveStats | DeviceStats]) -> Iterator[Metric]:
+    """A metric for each number of a tier beside the host: `kvstore_disk_saves_total`."""
     for tier, archive in archives.items():
         yield from _of_archive(tier, archive)
 
 
-def _of_archive(tier: str, archive: ArchiveStats) -> Iterator[Metric]:
+def _of_archive(tier: str, archive: ArchiveStats | DeviceStats) -> Iterator[Metric]:
     fine = archive.state.startswith("ok")
     yield _gauge(f"{tier}_ok", "0 while something is wrong; status says what.", [({}, fine)])
     for name, value in archive.gauges.items():
@@ -407,6 +408,12 @@ ARCHIVE_TEXTS = {
     "lost_segments": "Files of the index that were not there.",
     "set_aside": "Times that a content could not be opened and was set aside.",
     "forgotten": "Names forgotten on request.",
+    "made_bytes": "Bytes of the GPU's memory that are taken.",
+    "registered_bytes": "Bytes of host memory that are pinned for the GPU.",
+    "exported_regions": "Pools that engines can open.",
+    "copies": "Blocks copied between host memory and the GPU.",
+    "copied_bytes": "Bytes of blocks copied between host memory and the GPU.",
+    "copies_failed": "Blocks that were not copied because the GPU was full, or lost.",
     "write_errors": "Errors of the device in writing.",
     "read_errors": "Errors of the device in reading.",
 }

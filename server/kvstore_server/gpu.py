@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.config import Settings
@@ -35,13 +36,18 @@ def shares(settings: Settings) -> bool:
     return settings.device.pools == "shared_unproven"
 
 
-def device_threads() -> ThreadPoolExecutor:
-    """Threads that wait for the device: the mover's, and one for what need not be waited for."""
-    return ThreadPoolExecutor(CROSS_WORKERS + 1, "kvstore-gpu")
+def begin(
+    settings: Settings, host: HostTier, undo: contextlib.ExitStack
+) -> tuple[ThreadPoolExecutor | None, DeviceTier | None]:
+    """The threads that wait for the device, and the tier, open; neither where there is none.
 
-
-def make_device(settings: Settings, host: HostTier, threads: ThreadPoolExecutor) -> DeviceTier:
-    """The tier, open. StartError: the GPU, or what its driver needs, is not there."""
+    StartError: the GPU, or what its driver needs, is not there.
+    """
+    if not settings.device.capacity_bytes:
+        return None, None
+    # The mover's, and one for what need not be waited for.
+    threads = ThreadPoolExecutor(CROSS_WORKERS + 1, "kvstore-gpu")
+    undo.callback(threads.shutdown, wait=True)
     device = DeviceTier(
         _driver(settings),
         settings.device.capacity_bytes,
@@ -51,7 +57,8 @@ def make_device(settings: Settings, host: HostTier, threads: ThreadPoolExecutor)
     )
     threads.submit(device.open).result()
     host.unmapping = device.release_host
-    return device
+    undo.callback(lambda: threads.submit(device.close).result())
+    return threads, device
 
 
 def _driver(settings: Settings) -> DeviceDriver:
