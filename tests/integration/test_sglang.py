@@ -149,6 +149,10 @@ class Engine:
             "interface_v1": 1,
             "target": self._target,
             "weights_revision": "r1",
+            # A machine that is slow decides no test.
+            "lookup_deadline_ms": 8_000,
+            "load_deadline_ms": 8_000,
+            "store_deadline_ms": 8_000,
             **more,
         }
         config = self.interface.HiCacheStorageConfig(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from tests.daemon import Daemon, make_daemon
 from tests.sglang.place import importable, installed
 
-if installed():
+# A test environment without an engine's packages cannot import it, whatever lies in build.
+if installed() and importlib.util.find_spec("zmq") is not None:
     importable()
 else:
     collect_ignore_glob = ["test_*.py"]

@@ -98,6 +98,10 @@ class Rank:
             "target": target,
             "weights_revision": "r1",
             "model_name": "m",
+            # A machine that is slow decides no test.
+            "lookup_deadline_ms": 8_000,
+            "load_deadline_ms": 8_000,
+            "store_deadline_ms": 8_000,
             **options,
         }
         extra = {name: value for name, value in extra.items() if value is not None}

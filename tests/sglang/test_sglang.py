@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import logging
 import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_context
 
 from tests.daemon import Daemon
@@ -71,6 +74,15 @@ def found(rank: Rank, tokens: list[int], **namespace: Any) -> list[bytes]:
     pages = rank.content(slots)
     assert len(pages) * PAGE_TOKENS == loaded
     return pages
+
+
+def until_found(rank: Rank, key: str) -> None:
+    """A client that had no answer for a while asks again only now and then."""
+    for _ in range(400):
+        if rank.backend.exists(key):
+            return
+        rank.controller.storage_stop_event.wait(0.05)
+    raise AssertionError("the daemon was not found again")
 
 
 @pytest.mark.parametrize(("mla", "layout"), LAYOUTS)
@@ -239,11 +251,30 @@ def test_pages_survive_the_daemon_and_it_may_be_away(start: Start, daemon: Daemo
     assert writer.back_up(later, writer.fill(len(later), 1)) == 0
     daemon.restart()
     assert found(start(), tokens) == pages
-    deadline = 200
-    while not reader.backend.exists(reader.keys(tokens)[0]):  # until it has found the daemon again
-        deadline -= 1
-        assert deadline, "not found again"
-        reader.controller.storage_stop_event.wait(0.05)
+    until_found(reader, reader.keys(tokens)[0])
+    assert found(reader, tokens) == pages
+
+
+def test_a_daemon_that_stands_still_costs_the_deadlines_and_no_more(
+    start: Start, daemon: Daemon
+) -> None:
+    """Stopped and woken again: what was asked meanwhile is a miss, and nothing is written late."""
+    limits = dict.fromkeys(("lookup_deadline_ms", "load_deadline_ms", "store_deadline_ms"), 1_500)
+    writer, reader, tokens = start(), start(**limits), prompt(6)
+    pages = stored(writer, tokens)
+    keys, into = reader.keys(tokens), reader.fill(len(tokens), 97)
+    reader.backend.batch_exists(keys)
+    before = reader.content(into)
+    daemon.signal(signal.SIGSTOP)
+    begun = time.monotonic()
+    results = reader.backend.batch_get_v1(keys, into)
+    reader.backend.batch_set_v1(reader.keys(prompt(2)), into[: 2 * PAGE_TOKENS])
+    waited_s = time.monotonic() - begun
+    daemon.signal(signal.SIGCONT)
+    assert results == [False] * 6
+    assert waited_s < 8, "SGLang gives its threads 10 s"
+    until_found(reader, keys[0])
+    assert reader.content(into) == before
     assert found(reader, tokens) == pages
 
 
@@ -267,6 +298,19 @@ def test_with_failures_at_random_what_is_loaded_is_right(start: Start) -> None:
         assert got == pages[: len(got)]
         hits += bool(got)
     assert 0 < hits < 20
+
+
+def test_sglang_gets_figures_of_what_was_moved(start: Start) -> None:
+    """For its own histograms of pages and rates, which want its own class."""
+    rank, tokens = start(), prompt(6)
+    stored(rank, tokens)
+    found(rank, tokens)
+    stats = rank.backend.get_stats()
+    assert isinstance(stats, StorageMetrics)
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([6], [6])
+    (written,), (read,) = stats.backup_bandwidth, stats.prefetch_bandwidth
+    assert min(written, read) > 0
+    assert rank.backend.get_stats().backup_pgs == []
 
 
 def test_nothing_is_told_that_is_no_matter(start: Start, caplog: pytest.LogCaptureFixture) -> None:

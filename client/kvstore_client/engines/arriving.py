@@ -20,15 +20,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from kvstore_client.engines.kv_blocks import BlockShape, bits_of, place_layer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from kvstore.model.keys import BlockKey
     from kvstore.model.reasons import Reason
     from kvstore_client.client import Space
     from kvstore_client.layers import LayerFetch
-    from kvstore_client.results import Fetched
+    from kvstore_client.results import Fetched, Hit
 
 __all__ = ["Arrival", "ArrivingLayer", "LayersLostError", "begin_arrival", "can_arrive"]
 
@@ -129,17 +126,20 @@ def can_arrive(model: PreTrainedModel) -> bool:
 
 
 def begin_arrival(
-    space: Space, model: PreTrainedModel, keys: Sequence[BlockKey], *, request_id: str = ""
+    space: Space, model: PreTrainedModel, hit: Hit, *, request_id: str = ""
 ) -> Arrival | Reason:
-    """Begins to fetch a prompt's leading blocks into a cache of `model`; or why none is there."""
+    """Begins to fetch what a plan advises of a prompt into a cache of `model`; or why nothing is
+    there.
+    """
+    blocks = len(hit.keys_to_load)
     shape = BlockShape.of_config(model.config, block_tokens=space.block_tokens, dtype=model.dtype)
-    size = (shape.layers, 2, shape.kv_heads, len(keys) * shape.block_tokens, shape.head_size)
+    size = (shape.layers, 2, shape.kv_heads, blocks * shape.block_tokens, shape.head_size)
     whole = torch.empty(size, dtype=model.dtype)
     # Where block b of a layer is: [blocks, 2, kv_heads, block_tokens, head_size], not in C order.
     places = bits_of(whole).reshape(
-        (shape.layers, 2, shape.kv_heads, len(keys), shape.block_tokens, shape.head_size)
+        (shape.layers, 2, shape.kv_heads, blocks, shape.block_tokens, shape.head_size)
     )
-    fetch = space.fetch_layers(keys, places.transpose(0, 3, 1, 2, 4, 5), request_id=request_id)
+    fetch = space.fetch_layers(hit, places.transpose(0, 3, 1, 2, 4, 5), request_id=request_id)
     if not fetch.blocks:
         return fetch.result().reason
     tokens = fetch.blocks * shape.block_tokens

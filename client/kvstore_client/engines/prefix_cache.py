@@ -141,7 +141,7 @@ class PrefixCache:
         begun = self._clock_ns()
         keys = self._space.keys(token_ids[: limit * self._block_tokens], salt=self._salt)
         hit = self._space.lookup(keys, prefill=self._prefill, request_id=request_id)
-        blocks = min(hit.blocks, hit.plan.load_blocks)
+        blocks = len(hit.keys_to_load)
         if not blocks:
             declined = bool(hit.blocks)
             return Restored(None, 0, hit, hit.plan.reason.name if declined else hit.reason.name)
@@ -151,9 +151,9 @@ class PrefixCache:
                 self._audits.popitem(last=False)
             return Restored(None, 0, hit, _AUDITED)
         if layerwise and can_arrive(self._model):
-            return self._begin(hit, blocks, begun, request_id)
+            return self._begin(hit, begun, request_id)
         rows = self._rows_for(blocks)
-        fetched = self._space.fetch(keys[:blocks], rows, request_id=request_id)
+        fetched = self._space.fetch(hit, rows, request_id=request_id)
         fetched_at = self._clock_ns()
         if not fetched.blocks:
             return Restored(None, 0, hit, fetched.reason.name)
@@ -175,9 +175,9 @@ class PrefixCache:
             fetched=fetched,
         )
 
-    def _begin(self, hit: Hit, blocks: int, begun: int, request_id: str) -> Restored:
+    def _begin(self, hit: Hit, begun: int, request_id: str) -> Restored:
         """A cache whose layers are on their way."""
-        arrival = begin_arrival(self._space, self._model, hit.keys[:blocks], request_id=request_id)
+        arrival = begin_arrival(self._space, self._model, hit, request_id=request_id)
         if isinstance(arrival, Reason):
             return Restored(None, 0, hit, arrival.name)
         return Restored(

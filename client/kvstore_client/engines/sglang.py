@@ -22,6 +22,8 @@ import functools
 import importlib
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -69,6 +71,9 @@ SGLANG_OPTIONS: Final = frozenset(
 DEADLINE_MS_MAX: Final = 8_000
 """SGLang's flush gives its storage threads 10 s to come back, and fails if they do not."""
 
+FIGURES_MAX: Final = 1_024
+"""Of what was moved that wait for SGLang to ask for them, if it ever does."""
+
 T = TypeVar("T")
 
 
@@ -113,6 +118,7 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         self._version = ""
         self._watching = threading.Lock()
         self._stumbles: dict[str, int] = {}
+        self._figures: deque[tuple[str, int, float]] = deque(maxlen=FIGURES_MAX)
 
     # ---------------------------------------------------------------- start and end
 
@@ -232,7 +238,9 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         store, pages = self._ready(), self._pages
         if store is None or pages is None or not self._v1:
             return _no_pages(keys)
+        begun_s = time.perf_counter()
         loaded = store.load(keys, pages.pieces(host_indices, len(keys)))
+        self._moved("prefetch", loaded, begun_s)
         return [index < loaded for index in range(len(keys))]
 
     @guarded(_no_pages)
@@ -243,7 +251,9 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         if store is None or pages is None or not self._v1:
             return _no_pages(keys)
         prefix = getattr(extra_info, "prefix_keys", None) or ()
+        begun_s = time.perf_counter()
         stored = store.store(keys, pages.pieces(host_indices, len(keys)), prefix)
+        self._moved("backup", len(keys) if stored else 0, begun_s)
         return [stored] * len(keys)
 
     # ---------------------------------------------------------------- flat pages
@@ -312,6 +322,25 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         store = self._ready()
         if store is not None:
             store.reset()
+
+    def _moved(self, what: str, pages: int, begun_s: float) -> None:
+        """Remembers how many pages a call moved and how fast, in GiB/s; the latest ones."""
+        if pages and self._store is not None:
+            took_s = max(1e-9, time.perf_counter() - begun_s)
+            rate = pages * self._store.page_bytes / (1 << 30) / took_s
+            self._figures.append((what, pages, rate))
+
+    @guarded(_none)
+    def get_stats(self) -> Any:
+        """What was moved since the last call, for SGLang's own metrics."""
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        stats = StorageMetrics()
+        while self._figures:
+            what, pages, rate = self._figures.popleft()
+            getattr(stats, f"{what}_pgs").append(pages)
+            getattr(stats, f"{what}_bandwidth").append(rate)
+        return stats
 
 
 def _rows(tensors: list[Any], page_bytes: int, *, writable: bool) -> list[Bytes]:

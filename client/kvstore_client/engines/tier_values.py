@@ -20,7 +20,7 @@ OUTCOMES: Final = (
     "store_dropped",
     "reset",
 )
-"""What is counted, in blocks, and resets; described in deploy/docs/vllm.md and deploy/docs/sglang.md."""
+"""What is counted, in blocks, and resets; described on the engines' pages in deploy/docs."""
 
 
 class Answer(enum.Enum):
