@@ -86,11 +86,16 @@ def test_another_engine_restores_the_same_bits_and_answers_equally(
         assert (saved.pushed.stored, saved.pushed.skipped) == (9, 0)
     with Client(daemon.data_socket, config=CONFIG) as reader:
         restored = PrefixCache(reader, model, fingerprint(model)).restore(ids)
-    assert restored.tokens == 144
+        arriving = PrefixCache(reader, model, fingerprint(model)).restore(ids, layerwise=True)
+        by_layer = generate(model, ids, arriving.cache, 16)
+    assert restored.tokens == arriving.tokens == 144
     assert restored.cache is not None
     assert blobs(restored.cache, 9) == blobs(live, 9)
     from_store = generate(model, ids, restored.cache, 16)
     assert from_store.token_ids == generate(model, ids, live, 16).token_ids
+    assert blobs(by_layer.cache, 9) == blobs(live, 9)
+    assert by_layer.token_ids == from_store.token_ids
+    assert torch.equal(by_layer.first_logits, from_store.first_logits)
 
 
 def test_a_conversation_saves_only_what_is_new(daemons: Daemons) -> None:
