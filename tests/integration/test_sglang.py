@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.model.reasons import Reason
+from tests.integration.polling import within
 from tests.integration.stack import Stack
 
 pytestmark = pytest.mark.torch
 
 DOUBLE = Path(__file__).resolve().parent / "sglang_double"
 PAGE, PAGES, LAYERS, HEADS, HEAD_SIZE, LATENT = 4, 40, 2, 2, 64, 96
+PAGE_BYTES = 2 * LAYERS * HEADS * HEAD_SIZE * PAGE * 2
 LAYOUTS = ["page_first", "page_first_direct", "page_head", "layer_first"]
 KEYS = [f"{number:064x}" for number in range(1, 33)]
 SETTINGS: dict[str, Any] = {
@@ -423,6 +426,23 @@ def test_a_copy_that_does_not_end_is_a_miss_in_time(engine: Engine, stack: Stack
     stack.hold()
     assert backend.batch_set_v1(KEYS[1:3], slots(0, 2)) == [False] * 2
     stack.let_go()
+
+
+@pytest.mark.parametrize("pages_in_view", [1, 3])
+def test_more_pages_than_may_be_looked_at_in_place(
+    double: None, make_stack: Callable[..., Stack], pages_in_view: int
+) -> None:
+    """What a session may not look at in the daemon's memory at once goes through its own."""
+    stack = make_stack(view_bytes_per_session_max=pages_in_view * PAGE_BYTES)
+    engine = Engine(stack.socket())
+    source, target = Pool("page_first"), Pool("page_first")
+    source.noise(1)
+    assert all(engine.start(source).batch_set_v1(KEYS[:10], slots(0, 10)))
+    assert all(engine.start(target).batch_get_v1(KEYS[:10], slots(5, 10)))
+    assert target.content(slots(5, 10)) == source.content(slots(0, 10))
+    assert any(record.reason is Reason.VIEW_LIMIT for record in stack.records("acquire"))
+    engine.close()
+    assert within(10, lambda: not any(stack.held())), "leases are left"
 
 
 def test_a_version_that_was_not_tried_is_refused(engine: Engine) -> None:
