@@ -226,7 +226,6 @@ def test_who_copies_out_of_a_pool_outlives_the_kill_of_its_owner(after_ms: int) 
         merged |= json.loads(line)
     assert merged["wrong"] == 0, "and not missing: it has ended by itself"
     assert merged["copies"] > 0
-    assert not Path(f"/proc/{merged['opener']}").exists()
 
 
 LOSE = """
