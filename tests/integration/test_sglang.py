@@ -385,6 +385,14 @@ def test_an_engine_that_cannot_be_served_goes_on_without(
     assert not backend.exists(KEYS[0])
 
 
+def test_a_model_of_several_pools_is_told_that_nothing_is_there(engine: Engine) -> None:
+    backend = engine.start(Pool("page_first"), others=("mamba",))
+    moves = [SimpleNamespace(name="mamba", keys=KEYS[:2]), SimpleNamespace(name="swa", keys=None)]
+    nothing = {"mamba": [False, False], "swa": []}
+    assert backend.batch_exists_v2(KEYS[:2], moves).kv_hit_pages == 0
+    assert backend.batch_get_v2(moves) == backend.batch_set_v2(moves) == nothing
+
+
 def test_nothing_is_raised_whatever_is_asked(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.server_args import ServerArgs
 
-__all__ = ["PAGE_TOKENS", "Rank", "publish", "write_config"]
+__all__ = ["PAGE_TOKENS", "Handle", "Rank", "publish", "write_config"]
 
 PAGE_TOKENS = 16
 HOST_TOKENS = 320 * PAGE_TOKENS

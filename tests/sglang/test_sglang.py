@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_context
 
 from tests.daemon import Daemon
-from tests.sglang.kit import PAGE_TOKENS, Rank, publish, write_config
+from tests.sglang.kit import PAGE_TOKENS, Handle, Rank, publish, write_config
 
 LAYOUTS = [
     *(
@@ -229,6 +230,21 @@ def test_a_page_that_gets_a_second_part_is_not_stored_any_more(start: Start) -> 
     rank.backend.register_mem_host_pool_v2(object(), "swa")
     assert found(rank, tokens) == []
     assert rank.back_up(tokens, rank.fill(len(tokens), 1)) == 0
+
+
+def test_a_second_pool_is_asked_for_and_nothing_is_there(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the threads of a model with recurrent layers or windows would ask."""
+    rank, tokens = start(), prompt(2)
+    stored(rank, tokens)
+    rank.backend.register_mem_host_pool_v2(object(), "mamba")
+    moves = [PoolTransfer(name=PoolName.MAMBA, keys=rank.keys(tokens))]
+    rank.controller.prefetch(Handle("r"), rank.key(tokens), extra_pools=moves)
+    assert rank.controller.prefetch_hit_queue.get(timeout=30).storage_hit_count == 0
+    assert rank.backend.batch_get_v2(moves) == {PoolName.MAMBA: [False] * 2}
+    assert rank.backend.batch_set_v2(moves) == {PoolName.MAMBA: [False] * 2}
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize(

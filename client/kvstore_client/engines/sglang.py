@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 from sglang.version import __version__ as sglang_version
 
 from kvstore.model.reasons import KVStoreError
@@ -102,6 +102,10 @@ def _no_pages(keys: Sequence[str] = (), *args: Any, **more: Any) -> list[bool]:
     return [False] * len(keys)
 
 
+def _no_transfers(transfers: Any) -> dict[Any, list[bool]]:
+    return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
+
+
 class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped here
     """See the module's docstring."""
 
@@ -128,7 +132,7 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
     @guarded(_none)
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Pages with more than the first pool's bytes in them cannot be stored by it alone."""
-        if host_pool is self.mem_pool_host:
+        if host_pool is self.mem_pool_host and str(host_pool_name) == "kv":
             return
         self._others.append(str(host_pool_name))
         if self._store is not None:
@@ -311,6 +315,20 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         only that is served which the configuration has chosen.
         """
         return not self._v1 or getattr(self.mem_pool_host, "layout", "") != "layer_first"
+
+    # ---------------------------------------------------------------- pages in several pools
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra: Any = None
+    ) -> Any:
+        """An engine that asks so is refused (see sglang_facts): nothing is there."""
+        return PoolTransferResult.empty()
+
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
+        return _no_transfers(transfers)
+
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
+        return _no_transfers(transfers)
 
     # ---------------------------------------------------------------- the rest
 

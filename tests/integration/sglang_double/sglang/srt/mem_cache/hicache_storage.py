@@ -37,6 +37,18 @@ class HiCacheStorageExtraInfo:
     extra_info: dict[str, Any] | None = None
 
 
+@dataclass
+class PoolTransferResult:
+    """Pages of a prefix that are there, in the first pool and in each other one."""
+
+    kv_hit_pages: int
+    extra_pool_hit_pages: dict[str, int]
+
+    @classmethod
+    def empty(cls) -> PoolTransferResult:
+        return cls(0, {})
+
+
 class HiCacheStorage(abc.ABC):
     """What has to be there, and what is called in any case."""
 
