@@ -48,7 +48,8 @@ class MemorySpace:
         plan = LoadAdvice(min(count, self.advise), 0, 0.0, 0.0, 0.0, Reason.COST_UNKNOWN, 0.0)
         return Hit(count, count * BLOCK_TOKENS, bytes(count), tuple(keys), plan, reason)
 
-    def fetch(self, keys: list[BlockKey], out: Any, *, request_id: str) -> Fetched:
+    def fetch(self, hit: Hit, out: Any, *, request_id: str) -> Fetched:
+        keys = hit.keys_to_load
         count = max(0, len(keys) - self.lose)
         out[...] = 255
         for row, key in zip(out, keys[:count], strict=False):
