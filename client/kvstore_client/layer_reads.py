@@ -244,7 +244,7 @@ def copy(
     """
     done = held.done
     leased = done.blocks
-    outcome, complete = Reason.CANCELLED, False
+    outcome, complete = Reason.INTERNAL, False
     try:
         for first in range(0, len(request.targets), request.layers_at_once):
             targets = request.targets[first : first + request.layers_at_once]
