@@ -17,8 +17,8 @@ NAMES = ("hit_density", "lru")
 def policy_maker(
     name: str, pool_bytes: int, archive_bytes: int = 0
 ) -> Callable[[], EvictionPolicy[E]]:
-    """Makes a policy for each pool of a tier of `pool_bytes`, over archives of `archive_bytes` (or
-    blocks of both). ValueError: no such policy.
+    """Makes the policies of pools that have `pool_bytes` in all tiers together, over archives of
+    `archive_bytes` (or blocks of both). ValueError: no such policy.
     """
     if name == "lru":
         return Lru
