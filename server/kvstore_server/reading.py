@@ -12,7 +12,7 @@ from kvstore.model.plan import Plan
 from kvstore.model.reasons import BadRequest, KVStoreError, Reason
 from kvstore.model.sampling import Arm
 from kvstore.model.values import Absence, LeaseMode
-from kvstore.policy.plan import runs_of
+from kvstore.policy.plan import run_table
 from kvstore.store import NS_PER_MS, Leased, Store
 from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
@@ -193,8 +193,8 @@ class ReadCalls:
             # A plan may load the part that is fast to load, and leave what only a slow tier has.
             useful_tokens = min(advice.load_blocks * groups[0].block_tokens, tokens)
             used = useful_tokens or tokens
-            runs = [run for group in groups for run in runs_of(needed(group, used))]
-            slowest = max((tier for tier, _ in runs), default=0)
+            tables = [run_table(needed(group, used)) for group in groups]
+            slowest = max((int(table[:, 0].max()) for table in tables if len(table)), default=0)
             call.tier = self._store.tiers[slowest].name
         asked = len(groups[0].codes) * groups[0].block_tokens
         call.record.count("tokens", asked, tokens)
