@@ -80,8 +80,7 @@ def load_bindings() -> Any:
     except ImportError as error:
         raise StartError(
             Reason.START_SETTINGS,
-            f"device.capacity_bytes needs the extra `gpu` (pip install tiered-kvstore[gpu]): "
-            f"{error}",
+            f"the extra `gpu` is not installed (pip install tiered-kvstore[gpu]): {error}",
             "device.capacity_bytes",
         ) from None
 
