@@ -36,6 +36,10 @@ HISTORY_MIN = 1 << 12
 RESIZE_EVERY = 256
 EVIDENCE_MIN = 256
 """Accesses of a class, before its chances say anything."""
+WATCHED_MIN_NS = 60 * 10**9
+"""Since the first of them, before a write is refused: one long prompt of small blocks is evidence
+enough by number, and nobody had the time to ask again.
+"""
 ESTIMATE_AFTER = 512
 """Writes between two estimates of how long the archive keeps a block."""
 KEEPS_MAX_NS = 4_096 * 10**9
@@ -198,7 +202,8 @@ class HitDensity(Generic[E]):
         """
         self._catch_up()
         curve = self._curves[entry.grade]
-        if curve.accesses < EVIDENCE_MIN:
+        watched_ns = self._now_ns - curve.since_ns
+        if curve.accesses < EVIDENCE_MIN or watched_ns < WATCHED_MIN_NS:
             return at_least <= self._admit_chance
         age_ns = self._now_ns - entry.touched_ns
         return curve.chance(age_ns, self._keeps_ns, self._now_ns) >= max(

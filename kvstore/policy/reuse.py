@@ -56,11 +56,14 @@ class Curve:
         "_times_ns",
         "accesses",
         "again",
+        "since_ns",
     )
 
     def __init__(self) -> None:
         self.accesses = 0.0
         self.again = [0.0] * BINS
+        self.since_ns = 0
+        """Of the first access."""
         self._densities = [0.0] * BINS
         self._left = [0.0] * (BINS + 1)
         self._changes = 0
@@ -146,6 +149,8 @@ class Curve:
         elif times_ns:
             times_ns.append(self._last_ns)
             self._counts.append(self.accesses)
+        else:
+            self.since_ns = now_ns
         self._last_ns = now_ns
         self._append(now_ns)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.model.reasons import Reason
 from kvstore.policy.history import PLACE_BYTES, USES_MAX, History, Past
-from kvstore.policy.hit_density import EVIDENCE_MIN, HitDensity
+from kvstore.policy.hit_density import EVIDENCE_MIN, WATCHED_MIN_NS, HitDensity
 from kvstore.policy.reuse import BINS, EDGES_NS, MARKS_MAX, Curve
 from tests.policy_kit import Block
 
@@ -88,6 +88,16 @@ def test_only_what_will_be_asked_for_is_worth_a_write() -> None:
 def test_of_what_is_not_known_everything_is_written() -> None:
     stand = Stand(HitDensity(reach=10))
     assert stand.policy.admit(stand.come(1))
+
+
+def test_who_had_no_time_to_ask_again_is_not_refused() -> None:
+    """Prompts of many small blocks, all within a minute; after it they were forgotten, it seems."""
+    stand = Stand(HitDensity(reach=10))
+    for number in range(4 * EVIDENCE_MIN):
+        stand.now_ns += SECOND // 40
+        assert stand.policy.admit(stand.come(number))
+    stand.now_ns += WATCHED_MIN_NS
+    assert not stand.policy.admit(stand.come(4 * EVIDENCE_MIN))
 
 
 def test_a_block_that_returns_is_known_by_its_past() -> None:
