@@ -1,5 +1,5 @@
-# The whole vocabulary is: demo test test-engines check bench run proto torture torture-mutants. Each target sets up what
-# it needs.
+# The whole vocabulary is: demo test test-engines check bench bench-engines run proto torture torture-mutants. Each target
+# sets up what it needs.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$p && break; done)
@@ -16,13 +16,14 @@ export PYTHONUNBUFFERED := 1
 # Tests start daemons by the hundred: each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-engines check bench run proto torture torture-mutants
+.PHONY: help demo test test-engines check bench bench-engines run proto torture torture-mutants
 help:
 	@echo 'make demo    a small model answers with and without the store, side by side'
 	@echo 'make test    every test, on every interpreter at hand'
 	@echo 'make test-engines  vLLM on the CPU with the store, in an environment of its own'
 	@echo 'make check   format, lint, types, import contracts, generated code in step'
 	@echo 'make bench   measure, write build/bench.json'
+	@echo 'make bench-engines  time to first token of vLLM with and without the store'
 	@echo 'make run     kvstored in the foreground (CONFIG=deploy/kvstored.toml)'
 	@echo 'make torture break the store in every way at hand, write build/torture.json'
 	@echo 'make torture-mutants  prove that the torture finds planted bugs'
@@ -67,6 +68,11 @@ check: $(VENV)/installed
 bench: $(VENV)/installed
 	@mkdir -p build
 	$(BIN)/python -m tests.bench
+
+# The first step is not vLLM's environment's: it cannot unpack the model.
+bench-engines: $(VENV)/installed $(ENGINES)/installed
+	$(BIN)/python -m tests.bench.engine_model build/model
+	PYTHONPATH=.:server:client $(ENGINES)/bin/python -m tests.bench.engines build/model
 
 run: $(VENV)/installed
 	$(BIN)/kvstored $(if $(CONFIG),--config $(CONFIG)) --server.log_format=text
