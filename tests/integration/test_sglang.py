@@ -47,6 +47,7 @@ class HostPool:
         import torch
 
         self.layout, self.page_size, self.layer_num = layout, PAGE, LAYERS
+        self.size = PAGES * PAGE
         self.target_layer_num, self.start_layer = LAYERS, 0
         self.dtype = getattr(torch, dtype)
         self._sides, self._width = (1, LATENT) if mla else (2, HEADS * HEAD_SIZE)
@@ -405,6 +406,8 @@ def test_nothing_is_raised_whatever_is_asked(
         (KEYS[:2], slots(0, 1)),
         (KEYS[:1], slots(PAGES, 1)),
         (KEYS[:1], slots(-1, 1)),
+        (KEYS[:1], slots(-2, 1)),
+        (KEYS[:2], slots(PAGES - 1, 2)),
         (KEYS[:1], None),
     ):
         assert backend.batch_set_v1(keys, where) == [False] * len(keys)

@@ -40,12 +40,15 @@ class HostPages:
         """For each page its pieces, as writable views of the pool's memory.
 
         host_indices: the slots of the pages' tokens, page after page. ValueError for what does not
-        describe so many pages, IndexError for an address outside of the pool.
+        describe so many pages, IndexError for a slot or an address outside of the pool.
         """
         if len(host_indices) != pages * self.page_tokens:
             raise ValueError(f"{len(host_indices)} slots for {pages} pages of {self.page_tokens}")
         if not pages:
             return []
+        low, high = int(host_indices.min()), int(host_indices.max())
+        if low < 0 or high >= int(self._pool.size):
+            raise IndexError(f"slots {low} to {high} are not in a pool of {self._pool.size}")
         addresses, sizes = self._pool.get_page_buffer_meta(host_indices)
         if len(addresses) != len(sizes) or not addresses or len(addresses) % pages:
             raise ValueError(f"{len(addresses)} addresses for {pages} pages")
