@@ -229,7 +229,7 @@ def _end(engine: Engine) -> None:
 
 def report(bench: Bench, taken: dict[str, Taken], results: Results) -> list[str]:
     """Adds the entries; returns the bounds that are missed."""
-    real = f"{bench.model.name}, {PROMPT_TOKENS} tokens, {bench.threads} threads"
+    real = f"{bench.model.name}, {PROMPT_TOKENS} tokens, threads: {bench.threads}"
     notes = {
         RECOMPUTE: "no store",
         FS: f"vLLM's own tier of files, {_how_fs_reads(bench)}",
