@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvstore.model.reasons import Reason
 from tests.daemon import Daemon, _python_path
 from tests.engines.engine_child import MARK, QUIET
 from tests.engines.models import VOCABULARY
@@ -95,29 +96,31 @@ def operator(daemon: Daemon, *command: str, stdin: str = "") -> dict[str, Any]:
     return printed
 
 
-def whole_blocks(*asked: Sequence[int], max_tokens: int = ANSWER_TOKENS) -> int:
-    """Of these prompts and their answers: what an engine stores. The KV of the last token is never
-    computed.
-    """
-    return sum((len(prompt) + max_tokens - 1) // BLOCK_TOKENS for prompt in asked)
-
-
 def stored_blocks(daemon: Daemon) -> int:
     """In all spaces."""
     with RawAdmin(daemon.admin_socket) as admin:
         return sum(int(space.blocks) for space in admin.call("Spaces").spaces)
 
 
-def until_stored(engine: Engine, daemon: Daemon, blocks: int) -> None:
-    """Until the daemon has at least so many. What a request has computed last vLLM hands over in a
-    later step, so that further ones are made, of a prompt that is too short to be stored.
+def has(daemon: Daemon, keys: Sequence[str]) -> bool:
+    """Whether one of its spaces has all of them."""
+    packed = b"".join(map(bytes.fromhex, keys))
+    with RawAdmin(daemon.admin_socket) as admin:
+        spaces = [space.space_id for space in admin.call("Spaces").spaces]
+        told = [admin.call("Explain", space_id=space_id, keys=packed).keys for space_id in spaces]
+    return any(all(Reason.from_wire(key.reason) is Reason.HIT for key in each) for each in told)
+
+
+def until_has(engine: Engine, daemon: Daemon, *asked: Sequence[int]) -> None:
+    """Until the daemon has all whole blocks of these prompts. What a request has computed last vLLM
+    hands over in a later step, so that further ones are made, of a prompt too short to be stored.
     """
     end = time.monotonic() + STORED_S
-    while stored_blocks(daemon) < blocks:
-        assert time.monotonic() < end, (
-            f"{stored_blocks(daemon)} of {blocks}:\n{engine.log()[-3000:]}"
-        )
-        engine.generate(prompts(1, seed=0, length=BLOCK_TOKENS // 4), max_tokens=4)
+    for prompt in asked:
+        keys = engine.keys(prompt)
+        while not has(daemon, keys):
+            assert time.monotonic() < end, f"not stored:\n{engine.log()[-3000:]}"
+            engine.generate(prompts(1, seed=0, length=BLOCK_TOKENS // 4), max_tokens=4)
 
 
 def until_in_use(engine: Engine, daemon: Daemon) -> None:

@@ -122,7 +122,10 @@ def _nursery() -> socket.socket:
 
     def end() -> None:
         ours.close()
-        process.wait(30)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:  # it may still be importing
+            process.kill()
 
     atexit.register(end)
     return ours

@@ -18,6 +18,7 @@ from tests.engines.conftest import write_model
 from tests.engines.kit import (
     BLOCK_TOKENS,
     PATIENT,
+    START_S,
     STORED_TOKENS,
     Engine,
     check_ended_well,
@@ -25,8 +26,7 @@ from tests.engines.kit import (
     operator,
     prompts,
     stored_blocks,
-    until_stored,
-    whole_blocks,
+    until_has,
 )
 from tests.rawclient import RawAdmin
 
@@ -46,7 +46,7 @@ class Stored:
         (only_mine,) = prompts(1, seed=22)
         engine.generate([only_mine])
         self.only_mine = engine.keys(only_mine)[0]
-        until_stored(engine, daemon, whole_blocks(*ASKED, only_mine))
+        until_has(engine, daemon, *ASKED, only_mine)
         self.engine_id = engine.engine_id
         self.metrics = engine.metrics("vllm:kvstore_")
         (space,) = operator(daemon, "spaces")["spaces"]
@@ -70,7 +70,7 @@ def stored(
     model: Path, engines: Callable[..., Engine], daemon: Daemon, files: Path
 ) -> Iterator[tuple[Stored, Daemon]]:
     """Into both tiers."""
-    daemon.start()
+    daemon.start(START_S)
     tiers = [kvstore_tier(daemon.data_socket, **PATIENT), file_tier(files)]
     engine = engines(model, target=None, extra={"secondary_tiers": tiers}, disable_log_stats=False)
     made = Stored(engine, daemon)

@@ -19,15 +19,15 @@ from tests.daemon import Daemon
 from tests.engines.kit import (
     BLOCK_TOKENS,
     PROMPT_TOKENS,
+    START_S,
     STORED_TOKENS,
     Engine,
     check_ended_well,
+    has,
     operator,
     prompts,
-    stored_blocks,
+    until_has,
     until_in_use,
-    until_stored,
-    whole_blocks,
 )
 
 pytestmark = pytest.mark.timeout(900)
@@ -79,7 +79,7 @@ def reference(model: Path, engines: Callable[..., Engine]) -> Reference:
 @pytest.fixture(scope="module")
 def first(model: Path, engines: Callable[..., Engine], daemon: Daemon) -> Engine:
     """It ends by `kill -9`, in the last test."""
-    daemon.start()
+    daemon.start(START_S)
     return engines(model, target=daemon.data_socket, tier={"durable": True})
 
 
@@ -105,15 +105,14 @@ def test_cold_and_warm_in_one_engine(first: Engine, daemon: Daemon, reference: R
     asked = [BASE, CORRUPT, INCOMPLETE, *RACED[:1]]
     for prompt in asked:
         check(first, reference, [prompt], [0])
-    until_stored(first, daemon, whole_blocks(*KNOWN, *asked))
+    until_has(first, daemon, *KNOWN, *asked)
 
 
 def test_the_logprobs_of_a_long_restored_prefix_are_those_of_a_computed_one(
     first: Engine, second: Engine, daemon: Daemon, reference: Reference
 ) -> None:
-    before = stored_blocks(daemon)
     cold = first.generate([LONG], logprobs=LOGPROBS)
-    until_stored(first, daemon, before + whole_blocks(LONG))
+    until_has(first, daemon, LONG)
     warm = second.generate([LONG], logprobs=LOGPROBS)
     assert cold["cached"] == [0]
     assert warm["cached"] == [len(LONG) // BLOCK_TOKENS * BLOCK_TOKENS]
@@ -181,16 +180,15 @@ def test_two_engines_that_compute_the_same_at_the_same_time(
 def test_one_engine_prefills_and_another_decodes(
     first: Engine, second: Engine, daemon: Daemon, reference: Reference
 ) -> None:
-    before = stored_blocks(daemon)
     done = first.generate(HANDED_OVER, max_tokens=1)
     assert done["tokens"] == [tokens[:1] for tokens in reference.of(HANDED_OVER)]
-    until_stored(first, daemon, before + whole_blocks(*HANDED_OVER, max_tokens=1))
+    until_has(first, daemon, *HANDED_OVER)
     check(second, reference, HANDED_OVER, [STORED_TOKENS] * 2)
 
 
-def until_more_than(blocks: int, daemon: Daemon, engine: Engine) -> None:
+def until_has_of(engine: Engine, daemon: Daemon, keys: list[str]) -> None:
     """While the engine computes."""
-    while stored_blocks(daemon) <= blocks:
+    while not has(daemon, keys):
         assert engine.process.poll() is None
         assert not engine.has_answered(), "nothing was stored while it computed"
         time.sleep(0.02)
@@ -204,10 +202,9 @@ def test_what_a_prefiller_did_not_get_to_the_other_computes(
     reference: Reference,
 ) -> None:
     prefiller = engines(model, target=daemon.data_socket, max_num_batched_tokens=256)
-    prefiller.wait_up()
-    before = stored_blocks(daemon)
+    keys = prefiller.keys(BATCH[0])
     prefiller.send({"prompts": BATCH, "max_tokens": 1})
-    until_more_than(before, daemon, prefiller)
+    until_has_of(prefiller, daemon, keys[:1])
     prefiller.kill()
     done = second.generate(BATCH[:3])
     assert done["tokens"] == reference.of(BATCH[:3])
@@ -219,12 +216,13 @@ def test_a_conversation_goes_on_warm_after_its_engine_was_killed_in_mid_answer(
 ) -> None:
     """Warm up to the answer's last whole block: `offload_prompt_only` is off."""
     blocks = (PROMPT_TOKENS + SAID_TOKENS) // BLOCK_TOKENS
-    before = stored_blocks(daemon)
+    begun = CONVERSATION + reference.answer[:SAID_TOKENS]
+    keys = first.keys(begun)
     first.send({"prompts": [CONVERSATION], "max_tokens": TURN_TOKENS})
-    until_more_than(before + blocks, daemon, first)
+    until_has_of(first, daemon, keys)
     log = first.log()
     first.kill()
     assert "kvstore is off" not in log
-    done = second.generate([CONVERSATION + reference.answer[:SAID_TOKENS]])
+    done = second.generate([begun])
     assert done["cached"] == [blocks * BLOCK_TOKENS]
     assert done["tokens"] == [reference.answer[SAID_TOKENS:]]

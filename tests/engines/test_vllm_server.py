@@ -31,8 +31,7 @@ from tests.engines.kit import (
     connector,
     kvstore_tier,
     prompts,
-    until_stored,
-    whole_blocks,
+    until_has,
 )
 from tests.engines.nursery import Child, fork
 from tests.rawclient import RawAdmin
@@ -121,10 +120,10 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def computed(model: Path, engines: Callable[..., Engine], daemon: Daemon) -> list[list[int]]:
     """The answers of an engine that has stored what it computed, and ended."""
-    daemon.start()
+    daemon.start(START_S)
     engine = engines(model, target=daemon.data_socket)
     tokens: list[list[int]] = engine.generate(ASKED)["tokens"]
-    until_stored(engine, daemon, whole_blocks(*ASKED))
+    until_has(engine, daemon, *ASKED)
     check_ended_well(engine)
     return tokens
 

@@ -11,14 +11,14 @@ from tests.daemon import Daemon
 from tests.engines.conftest import write_model
 from tests.engines.kit import (
     BLOCK_TOKENS,
+    START_S,
     STORED_TOKENS,
     Engine,
     check_ended_well,
     operator,
     prompts,
     stored_blocks,
-    until_stored,
-    whole_blocks,
+    until_has,
 )
 
 pytestmark = pytest.mark.timeout(900)
@@ -31,7 +31,7 @@ ROW_BYTES = 128 << 10
 
 @pytest.fixture(scope="module")
 def store(daemon: Daemon) -> Daemon:
-    return daemon.start()
+    return daemon.start(START_S)
 
 
 def test_two_ranks_store_and_restore_whole_rows(
@@ -50,10 +50,10 @@ def test_two_ranks_store_and_restore_whole_rows(
     )
     cold = engine.generate(ASKED)
     assert cold["cached"] == [0, 0]
-    until_stored(engine, store, whole_blocks(*ASKED))
+    until_has(engine, store, *ASKED)
     for prompt in OTHERS:
         engine.generate([prompt])
-    until_stored(engine, store, whole_blocks(*ASKED, *OTHERS))
+    until_has(engine, store, *OTHERS)
     engine.reset(connector=False)
     warm = engine.generate(ASKED)
     assert warm["cached"] == [STORED_TOKENS] * 2
