@@ -22,6 +22,7 @@ SLEEPS = {"time.sleep", "asyncio.sleep"}
 # Real processes are polled with a deadline, and polling sleeps; it does so in these places alone.
 SLEEP_ALLOWED = (
     "tests/e2e/",
+    "tests/engines/",
     "tests/field/",
     "tests/audit/",
     "tests/bench/",
