@@ -255,6 +255,13 @@ class DeviceTier:
         """See RemotePool."""
         for crossing in crossings:
             self._check(crossing)  # a defect shows before anything is under way
+        try:
+            return self._cross(crossings)
+        except Exception:
+            self._end_all()  # the caller gives this memory to others, whatever is under way
+            raise
+
+    def _cross(self, crossings: Sequence[Crossing]) -> list[KVStoreError | OSError | None]:
         outcomes: list[KVStoreError | OSError | None] = []
         queued: list[tuple[int, Crossing, Event]] = []
         for index, crossing in enumerate(crossings):
@@ -319,6 +326,15 @@ class DeviceTier:
         except OSError as worse:
             return DeviceLostError(f"copies of the device cannot be ended: {worse}")
         return error
+
+    def _end_all(self) -> None:
+        """After a defect: waits until no copy is under way. The tier is lost if that fails."""
+        for stream in self._streams or ():
+            try:
+                self._driver.drain(stream)
+            except Exception as error:
+                log.exception("device tier: copies cannot be ended after a defect")
+                self._failed(DeviceLostError(f"copies of the device cannot be ended: {error}"))
 
     def _count(self, crossing: Crossing) -> None:
         way = "in" if crossing.inward else "out"

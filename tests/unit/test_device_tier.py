@@ -195,6 +195,45 @@ def test_a_lost_device_fails_everything_from_then_on(stand: Stand, calls: int) -
     stand.driver._queued.clear()
 
 
+@pytest.mark.parametrize("at", ["copy_in", "record", "wait"])
+def test_a_defect_in_a_batch_leaves_no_copy_under_way(stand: Stand, at: str) -> None:
+    """Whoever asked is answered, and gives the memory of all of the batch to others."""
+    stand.tier.assign(region_of(1))
+    stand.host.assign(region_of(2, HOST))
+    calls: list[str] = []
+
+    def before(call: str) -> None:
+        calls.append(call)
+        if calls.count(at) == 2 and call == at:
+            raise RuntimeError("no OSError")
+
+    stand.driver.before = before
+    batch = [stand.crossing(place(1, i), place(2, i, HOST), inward=True) for i in range(3)]
+    with pytest.raises(RuntimeError, match="no OSError"):
+        stand.cross(*batch)
+    assert not any(stand.driver._queued.values())
+    assert not stand.tier.lost
+    stand.driver.before = lambda call: None
+    assert stand.cross(batch[0]) == [None]
+
+
+def test_a_device_whose_copies_cannot_be_ended_after_a_defect_is_lost(stand: Stand) -> None:
+    stand.tier.assign(region_of(1))
+    stand.host.assign(region_of(2, HOST))
+
+    def before(call: str) -> None:
+        if call in ("wait", "drain"):
+            raise RuntimeError("no OSError")
+
+    stand.driver.before = before
+    with pytest.raises(RuntimeError, match="no OSError"):
+        stand.cross(stand.crossing(place(1, 0), place(2, 0, HOST), inward=True))
+    assert "cannot be ended" in stand.tier.lost
+    stand.driver.before = lambda call: None
+    stand.driver.registered.clear()
+    stand.driver._queued.clear()
+
+
 def test_pools_are_handed_out_only_if_they_may_be() -> None:
     for export in (False, True):
         stand = Stand(export=export)
