@@ -150,6 +150,8 @@ class DeviceTier:
         self._streams: tuple[Stream, Stream] | None = None  # into the device, out of it
         self._counts = {"in": 0, "out": 0, "in_bytes": 0, "out_bytes": 0, "failed": 0}
         self._guard = threading.Lock()  # of all tables; never held across a call of the driver
+        self._under_way = 0  # batches of copies
+        self._batch_ended = threading.Condition(self._guard)
         self._pinning = threading.Lock()  # held while host memory is registered or given up
 
     # ------------------------------------------------------------------ life
@@ -175,13 +177,16 @@ class DeviceTier:
         return self._lost
 
     def close(self) -> None:
-        """Gives everything back; idempotent. After the last copy, off the loop's thread."""
+        """Gives everything back once the copies that are under way have ended; idempotent. Off the
+        loop's thread, after all other calls but `cross` and `read`.
+        """
         with self._guard:
             if self._closed:
                 return
             self._closed = True
             self._retired.extend(self._regions.values())
             self._regions.clear()
+            self._batch_ended.wait_for(lambda: not self._under_way)
         with self._pinning:
             self._unregister(list(self._registered))
         self._drop_retired()
@@ -255,11 +260,17 @@ class DeviceTier:
         """See RemotePool."""
         for crossing in crossings:
             self._check(crossing)  # a defect shows before anything is under way
+        with self._guard:
+            self._under_way += 1
         try:
             return self._cross(crossings)
         except Exception:
             self._end_all()  # the caller gives this memory to others, whatever is under way
             raise
+        finally:
+            with self._guard:
+                self._under_way -= 1
+                self._batch_ended.notify_all()
 
     def _cross(self, crossings: Sequence[Crossing]) -> list[KVStoreError | OSError | None]:
         outcomes: list[KVStoreError | OSError | None] = []

@@ -31,6 +31,8 @@ from kvstore.tiers.stock import Memory, Stock
 log = logging.getLogger(__name__)
 
 BACKGROUND_NICE = 10
+END_S = 5.0
+"""How long `close` waits for the thread, which does nothing that takes longer, unless it hangs."""
 
 LockMode = Literal["auto", "off", "require"]
 
@@ -135,12 +137,14 @@ class HostTier:
         if resumed:
             self._wake.set()
 
-    def close(self) -> None:
-        """Stops the thread and closes everything; idempotent. Views that live stay valid."""
+    def close(self, patience_s: float = END_S) -> None:
+        """Stops the thread and closes everything; idempotent. Views that live stay valid. A thread
+        that hangs in `unmapping` is left, with what it unmaps.
+        """
         self._stopped = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(patience_s)
             self._thread = None
         with self._guard:
             memories = [r.memory for r in (*self._regions.values(), *self._staging.values())]

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import ThreadPoolExecutor
+import logging
+from concurrent.futures import Executor, wait
 
 from kvstore.config import Settings
 from kvstore.model.values import TierKind, TierSpec
 from kvstore.mover import CROSS_WORKERS
 from kvstore.policy.links import Link
 from kvstore.tiers.device import DeviceTier
+from kvstore.tiers.disk.threads import DeviceThreads
 from kvstore.tiers.driver import DeviceDriver
 from kvstore.tiers.host import HostTier
+
+log = logging.getLogger(__name__)
 
 NAME = "device"
 # Until some copies were measured: a PCIe 4 link as copies see it, and copies within a GPU.
 STAGED_BYTES_PER_SECOND = 10e9
 SHARED_BYTES_PER_SECOND = 200e9
 LATENCY_NS = 200_000
+END_S = 5.0
+"""How long the daemon's end waits for the device: copies take milliseconds, unpinning seconds."""
 
 
 def with_device(settings: Settings, tiers: list[TierSpec]) -> list[TierSpec]:
@@ -38,7 +44,7 @@ def shares(settings: Settings) -> bool:
 
 def begin(
     settings: Settings, host: HostTier, undo: contextlib.ExitStack
-) -> tuple[ThreadPoolExecutor | None, DeviceTier | None]:
+) -> tuple[Executor | None, DeviceTier | None]:
     """The threads that wait for the device, and the tier, open; neither where there is none.
 
     StartError: the GPU, or what its driver needs, is not there.
@@ -46,8 +52,8 @@ def begin(
     if not settings.device.capacity_bytes:
         return None, None
     # The mover's, and one for what need not be waited for.
-    threads = ThreadPoolExecutor(CROSS_WORKERS + 1, "kvstore-gpu")
-    undo.callback(threads.shutdown, wait=True)
+    threads = DeviceThreads(CROSS_WORKERS + 1, "kvstore-gpu")
+    undo.callback(threads.shutdown, wait=False, cancel_futures=True)
     device = DeviceTier(
         _driver(settings),
         settings.device.capacity_bytes,
@@ -57,8 +63,28 @@ def begin(
     )
     threads.submit(device.open).result()
     host.unmapping = device.release_host
-    undo.callback(lambda: threads.submit(device.close).result())
+    undo.callback(end, threads, device)
     return threads, device
+
+
+def end(threads: DeviceThreads, device: DeviceTier, patience_s: float = END_S) -> bool:
+    """Gives the device back once what runs there has ended; the mover is closed. False: it hangs,
+    and is left to the process's end, which waits for none of these threads.
+    """
+
+    def close() -> None:
+        threads.shutdown(wait=True, cancel_futures=True)
+        device.close()
+
+    last = DeviceThreads(1, "kvstore-gpu-end")
+    closed = last.submit(close)
+    last.shutdown(wait=False)
+    wait([closed], patience_s)
+    if not closed.done():
+        log.error("device tier: the device does not answer, it is not waited for")
+        return False
+    closed.result()
+    return True
 
 
 def _driver(settings: Settings) -> DeviceDriver:

@@ -395,3 +395,26 @@ def test_a_stock_that_cannot_be_filled_says_so_and_regions_still_come(tier: Host
     tier.assign(region_of(1))
     assert tier.stats().assigned_on_the_spot == 1
     assert not tier.work()
+
+
+def test_a_thread_that_hangs_in_unmapping_does_not_keep_the_tier_from_closing() -> None:
+    """As in a GPU that never answers, when a region's memory is to be unpinned."""
+    tier = HostTier(CAPACITY, region_bytes=CHUNK, mlock="off")
+    hung, go_on = threading.Event(), threading.Event()
+
+    def unmapping(region_id: int) -> None:
+        hung.set()
+        go_on.wait(HUNG_S)
+
+    tier.unmapping = unmapping
+    tier.start()
+    tier.assign(region_of(1))
+    tier.unassign(1)
+    assert hung.wait(HUNG_S)
+    thread = tier._thread
+    assert thread is not None
+    tier.close(patience_s=0.01)
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(HUNG_S)
+    assert not thread.is_alive()
