@@ -207,12 +207,7 @@ class Assembly:
 
     def _core(self, settings: Settings, core_limits: CoreLimits, tiers: list[TierSpec]) -> Core:
         tenants = [TenantSpec(name, one.quota_bytes) for name, one in settings.tenants.items()]
-        archive_bytes = 0
-        if settings.disk.path:
-            archive_bytes = settings.disk.capacity_bytes or DISK_SHARE * self.capacity_bytes
-        policy: Callable[[], EvictionPolicy[Slot]]
-        policy = policy_maker(settings.policy.eviction, self.capacity_bytes, archive_bytes)
-        return Core(tiers, tenants, core_limits, policy)
+        return Core(tiers, tenants, core_limits, eviction(settings, tiers))
 
     def _open_ledger(self, settings: Settings) -> Ledger:
         try:
@@ -242,6 +237,17 @@ class Assembly:
                 setting="state.path",
             )
         return ledger
+
+
+def eviction(settings: Settings, tiers: Sequence[TierSpec]) -> Callable[[], EvictionPolicy[Slot]]:
+    """Makes the pools' policies, which are told how much all of them hold, and what is below."""
+    pools = [tier for tier in tiers if tier.kind is TierKind.POOL]
+    archive_bytes = 0
+    if settings.disk.path:
+        host_bytes = next(tier.capacity_bytes for tier in pools if tier.ingest)
+        archive_bytes = settings.disk.capacity_bytes or DISK_SHARE * host_bytes
+    pool_bytes = sum(tier.capacity_bytes for tier in pools)
+    return policy_maker(settings.policy.eviction, pool_bytes, archive_bytes)
 
 
 def _links(settings: Settings, tiers: Sequence[TierSpec]) -> list[Link]:
