@@ -184,6 +184,8 @@ class Reads:
         """
         left = request.allowed - (len(lease.slots) - len(absent))
         space = lease.space
+        if request.brings and request.reach is not None:
+            self._use_out_of_reach(space, absent[: max(left, 0)], request)
         for index in absent:
             key = request.keys[index]
             slot = space.index.get(key)
@@ -216,6 +218,13 @@ class Reads:
         tokens, now_ns = request.prompt_tokens, request.now_ns
         loaded = self.moves.load(space, key, parent, index, tokens, archive, arena, now_ns)
         return (loaded, None) if isinstance(loaded, Slot) else (None, loaded)
+
+    def _use_out_of_reach(self, space: Space, wanted: Sequence[int], request: _Request) -> None:
+        """Blocks that are to be brought are asked for where they are, as those that are held."""
+        slots = [slot for i in wanted if (slot := space.index.get(request.keys[i])) is not None]
+        self.names.use(
+            [slot for slot in slots if slot.state is READY], request.prompt_tokens, request.now_ns
+        )
 
     def _bring_into_reach(self, slot: Slot, request: _Request) -> tuple[Slot | None, Reason | None]:
         """A READY block is in no pool that the reader reaches: it is moved to one if he waits, for

@@ -8,6 +8,7 @@ from kvstore.core.effects import Unassign
 from kvstore.core.losses import lose
 from kvstore.model.reasons import Reason
 from kvstore.model.values import LeaseMode
+from kvstore.policy.hit_density import HitDensity
 from tests.unit.core.harness import Bench, keys
 
 HOST, DEVICE, BROUGHT_UP = 0, 1, "promote"
@@ -66,6 +67,32 @@ def test_a_block_that_is_brought_is_not_evicted_by_what_makes_room_for_it() -> N
         assert place is None or place.tier == HOST
         assert (place is None) == (bench.core.lookup(session, space, [key]) != bytes([1]))
     assert settled.leased
+
+
+def test_a_block_that_is_brought_was_asked_for() -> None:
+    """What is learnt of it is what is learnt of a block that is in reach."""
+    bench = Bench(slots=4, device_slots=8, device_below=True, policy=HitDensity)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(4, "old"))
+    bench.put(session, space, keys(4, "new"))
+    opened = bench.core.books.spaces.get(space)
+    assert opened is not None
+    index = opened.index
+    before = [(slot.uses, slot.prompt_tokens, slot.touched_ns) for slot in index.values()]
+    assert len(before) == 8
+    assert {uses for uses, _, _ in before} == {1}
+    bench.acquire(
+        session, space, keys(4, "old"), reach=frozenset({HOST}), below={}, prompt_tokens=9_000
+    )
+    asked_ns = bench.now_ns
+    bench.run()
+    old = [index[key] for key in keys(4, "old")]
+    assert [slot.pool.tier for slot in old] == [HOST] * 4
+    assert [(slot.uses, slot.prompt_tokens) for slot in old] == [(2, 9_000)] * 4
+    assert all(slot.touched_ns >= asked_ns for slot in old)
+    curve = old[0].pool.policy._curves[old[0].grade]  # type: ignore[attr-defined]
+    assert curve.accesses == 4
 
 
 def test_what_cannot_be_brought_is_a_miss() -> None:
