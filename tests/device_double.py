@@ -65,6 +65,8 @@ class RecordingDevice:
         self.lost = False
         self.landed: Callable[[], None] = lambda: None
         """Called when an event has ended, before whoever waits for it goes on."""
+        self.registering: Callable[[], None] = lambda: None
+        """Called when memory is about to be registered. What it raises, registering raises."""
         self._registers = registers
         self._lock = threading.RLock()
         self._caller = threading.get_ident()
@@ -136,6 +138,7 @@ class RecordingDevice:
                 self.journal.append(first)
 
     def register(self, address: int, length_bytes: int, *, read_only: bool) -> bool:
+        self.registering()
         with self._lock:
             self.journal.append("registered read-only" if read_only else "registered")
             if self._registers:

@@ -276,7 +276,10 @@ class DeviceTarget:
         rows, driver = self._rows, self._rows.driver
         stream = self._stream = rows.stream() if self._stream is None else self._stream
         self._sources.append(sources)  # the memory stays mapped until the event
-        self._pins += [pin for region in regions if (pin := pinned(driver, region)) is not None]
+        for region in regions:
+            pin = pinned(driver, region)
+            if pin is not None:
+                self._pins.append(pin)  # at once: `settle` leaves it though the next one fails
         row = first_row
         for slots2d, slots in sources:
             for slot in np.asarray(slots, np.intp).tolist():
