@@ -220,11 +220,14 @@ class Reads:
         return (loaded, None) if isinstance(loaded, Slot) else (None, loaded)
 
     def _use_out_of_reach(self, space: Space, wanted: Sequence[int], request: _Request) -> None:
-        """Blocks that are to be brought are asked for where they are, as those that are held."""
-        slots = [slot for i in wanted if (slot := space.index.get(request.keys[i])) is not None]
-        self.names.use(
-            [slot for slot in slots if slot.state is READY], request.prompt_tokens, request.now_ns
-        )
+        """Blocks that are to be brought are asked for where they are, as those that are held; what
+        makes room for one of them evicts no other.
+        """
+        there = (space.index.get(request.keys[index]) for index in wanted)
+        slots = [slot for slot in there if slot is not None and slot.state is READY]
+        self.names.use(slots, request.prompt_tokens, request.now_ns)
+        for slot in slots:
+            slot.command = self.books.command
 
     def _bring_into_reach(self, slot: Slot, request: _Request) -> tuple[Slot | None, Reason | None]:
         """A READY block is in no pool that the reader reaches: it is moved to one if he waits, for

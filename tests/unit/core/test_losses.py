@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvstore.core.effects import Unassign
 from kvstore.core.losses import lose
+from kvstore.core.pools import Slot
 from kvstore.model.reasons import Reason
 from kvstore.model.values import LeaseMode
+from kvstore.policy.base import EvictionPolicy
 from kvstore.policy.hit_density import HitDensity
+from kvstore.policy.lru import Lru
 from tests.unit.core.harness import Bench, keys
 
 HOST, DEVICE, BROUGHT_UP = 0, 1, "promote"
@@ -93,6 +98,21 @@ def test_a_block_that_is_brought_was_asked_for() -> None:
     assert all(slot.touched_ns >= asked_ns for slot in old)
     curve = old[0].pool.policy._curves[old[0].grade]  # type: ignore[attr-defined]
     assert curve.accesses == 4
+
+
+@pytest.mark.parametrize("policy", [HitDensity, Lru])
+def test_no_block_that_is_to_be_brought_makes_room_for_another(
+    policy: Callable[[], EvictionPolicy[Slot]],
+) -> None:
+    bench = Bench(slots=4, device_slots=4, device_below=True, policy=policy)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(4, "old"))
+    bench.put(session, space, keys(4, "new"))
+    assert bench.core.lookup(session, space, keys(4, "old")) == bytes([2]) * 4
+    lease = bench.acquire(session, space, keys(4, "old"), reach=frozenset({HOST}), below={})
+    bench.run()
+    assert bench.core.settle(lease.lease_id, bench.now_ns).leased == 4
 
 
 def test_what_cannot_be_brought_is_a_miss() -> None:
