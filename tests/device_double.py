@@ -67,6 +67,7 @@ class RecordingDevice:
         """Called when an event has ended, before whoever waits for it goes on."""
         self.registering: Callable[[], None] = lambda: None
         """Called when memory is about to be registered. What it raises, registering raises."""
+        self.unregistering: Callable[[], None] = lambda: None
         self._registers = registers
         self._lock = threading.RLock()
         self._caller = threading.get_ident()
@@ -146,6 +147,7 @@ class RecordingDevice:
             return self._registers
 
     def unregister(self, address: int) -> None:
+        self.unregistering()
         with self._lock:
             self.journal.append("unregistered")
             if self.registered.pop(address, None) is None:

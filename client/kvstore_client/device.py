@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import sys
 import threading
@@ -30,6 +31,8 @@ from kvstore_client.arrays import Bytes
 from kvstore_client.regions import Region, Staging
 
 __all__ = ["DeviceFill", "DeviceRows", "DeviceTarget", "Driver", "Pin", "TorchCuda", "pinned"]
+
+log = logging.getLogger(__name__)
 
 Stream = Any
 Event = Any
@@ -153,7 +156,10 @@ class TorchCuda:
 
 
 class Pin:
-    """A mapping's registration with the device. For several threads. ValueError: it is closed."""
+    """A mapping's registration with the device. For several threads. ValueError: it is closed.
+
+    One that is dropped ends with its last reference, so never while a copy uses it.
+    """
 
     def __init__(self, driver: Driver, memory: MappedRegion) -> None:
         self._view: Bytes | None = memory.u8  # stays mapped until it is unregistered
@@ -161,10 +167,10 @@ class Pin:
         self._changed = threading.Condition()
         self._users = 0
         self._pid = os.getpid()
+        self._ended = self._registered = False
         self._registered = driver.register(
             memory.address, memory.total_bytes, read_only=not memory.writable
         )
-        self._ended = False
 
     def use(self) -> bool:
         """Until `leave` it stays registered. False: it is over."""
@@ -189,11 +195,24 @@ class Pin:
                 self._changed.wait_for(lambda: not self._users)
             if self._users:
                 return False
-            ended, self._ended = self._ended, True
-            if self._registered and not ended:
-                self._driver.unregister(self._address)
+            self._ended = True
+            self._unregister()
             self._view = None
             return True
+
+    def _unregister(self) -> None:
+        """Once. What the driver raises (its context is lost, torch is going) keeps no memory."""
+        registered, self._registered = self._registered, False
+        if registered:
+            try:
+                self._driver.unregister(self._address)
+            except Exception as error:
+                log.warning("kvstore: memory cannot be unregistered from the device: %s", error)
+
+    def __del__(self) -> None:
+        # Of a session that hung up while a copy was under way; the view is still here.
+        if getattr(self, "_registered", False) and os.getpid() == self._pid:
+            self._unregister()
 
 
 _pinning = threading.Lock()

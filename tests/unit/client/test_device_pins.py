@@ -4,6 +4,7 @@ memory goes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -55,4 +56,54 @@ def test_a_region_that_cannot_be_registered_leaves_no_other_one_in_use(
     target.settle()
     assert pin.end(), "it is still in use"
     assert not device.registered
+    assert not device.broken
+
+
+def test_memory_goes_though_the_device_cannot_be_told(
+    device: RecordingDevice, mapped: Callable[[], Staging], caplog: pytest.LogCaptureFixture
+) -> None:
+    region = mapped()
+    pin = pinned(device, region)
+    assert pin is not None
+    pin.leave()
+    device.unregistering = lambda: raising(RuntimeError("CUDA error: the context is lost"))
+    assert pin.end()
+    assert pin.end()
+    assert [record.message for record in caplog.records] == [
+        "kvstore: memory cannot be unregistered from the device: CUDA error: the context is lost"
+    ]
+    del pin
+    assert region.drop(), "it is still mapped"
+
+
+def test_a_registration_that_is_dropped_ends_before_its_memory_is_unmapped(
+    device: RecordingDevice, mapped: Callable[[], Staging]
+) -> None:
+    """As when the daemon hangs up while a copy is under way, and the session is forgotten."""
+    region = mapped()
+    pin = pinned(device, region)
+    assert pin is not None
+    assert not region.drop(), "a copy is under way"
+    del region
+    assert device.registered
+    del pin
+    assert not device.registered
+    assert not device.broken
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_unregisters_nothing(
+    device: RecordingDevice, mapped: Callable[[], Staging]
+) -> None:
+    region = mapped()
+    pin = pinned(device, region)
+    assert pin is not None
+    child = os.fork()
+    if not child:
+        region.pin = None
+        del pin
+        os._exit(len(device.registered))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    pin.leave()
+    assert pin.end()
     assert not device.broken
