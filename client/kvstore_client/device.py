@@ -82,13 +82,15 @@ class TorchCuda:
     READ_ONLY = 0x08
     """cudaHostRegisterReadOnly"""
 
-    def __init__(self) -> None:
+    def __init__(self, torch: Any = None) -> None:
+        """torch: for tests; else the one that is loaded when the first tensor comes."""
+        self._given = torch
         self._streams: dict[str, Stream] = {}
         self._lock = threading.Lock()
 
     @property
     def _torch(self) -> Any:
-        return sys.modules["torch"]  # whoever has a tensor has loaded it
+        return self._given or sys.modules["torch"]  # whoever has a tensor has loaded it
 
     def owns(self, data: object) -> bool:
         torch: Any = sys.modules.get("torch")
@@ -116,12 +118,20 @@ class TorchCuda:
         tensor.record_stream(stream)
 
     def copy_in(self, stream: Stream, host: Bytes, target: Tensor) -> None:
-        with self._torch.cuda.stream(stream):
+        with self._on(stream):
             target.copy_(self._alias(host, target), non_blocking=True)
 
     def copy_out(self, stream: Stream, source: Tensor, host: Bytes) -> None:
-        with self._torch.cuda.stream(stream):
+        with self._on(stream):
             self._alias(host, source).copy_(source, non_blocking=True)
+
+    @contextlib.contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        """Copies to this stream. The mode is a thread's own, and only in it may a tensor be written
+        that an engine made in it.
+        """
+        with self._torch.inference_mode(), self._torch.cuda.stream(stream):
+            yield
 
     def _alias(self, host: Bytes, like: Tensor) -> Tensor:
         """Host bytes as a tensor. By its address: torch warns of memory that must not be written,
