@@ -63,6 +63,8 @@ class Books:
         self._policies: dict[tuple[str, int], EvictionPolicy[Slot]] = {}
         pools = [arena for arena in self.arenas if arena is not None]
         self.pools = pools
+        self.open_pools = list(pools)
+        """Those that blocks may go to: all whose memory is there."""
         self.ingest = next(arena for arena in pools if arena.spec.ingest)
         self.archives = [i for i, spec in enumerate(tiers) if spec.kind is TierKind.ARCHIVE]
         self.admission = dict.fromkeys(self.archives, 0.0)
@@ -138,8 +140,8 @@ class Books:
         return self.command
 
     def arena_below(self, tier: int) -> Arena | None:
-        """The next slower pool."""
-        return next((arena for arena in self.pools if arena.tier > tier), None)
+        """The next slower pool that blocks may go to."""
+        return next((arena for arena in self.open_pools if arena.tier > tier), None)
 
     def archive_below(self, tier: int) -> int | None:
         """The next archive below a tier."""

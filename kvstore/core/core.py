@@ -16,6 +16,7 @@ from kvstore.core.books import Books
 from kvstore.core.decisions import Decisions
 from kvstore.core.effects import Effect
 from kvstore.core.leases import LeaseKind, ReadLease, Session, WriteLease
+from kvstore.core.losses import BLOCKS_PER_CALL, Losses
 from kvstore.core.moves import Moves
 from kvstore.core.names import Names
 from kvstore.core.openings import Openings
@@ -85,6 +86,7 @@ class Core:
         self._openings = Openings(books, self._moves, rows, reviews)
         self._decisions = Decisions(books, self._openings, rows, reviews)
         self._pins = Pins(books)
+        self._losses = Losses(books, self._moves)
         self._ahead = Ahead(books, self._moves)
         self._room = Room(books, self._moves, self._writes.turns)
 
@@ -378,6 +380,12 @@ class Core:
         self._writes.turns.serve(now_ns)
         dates = (self.books.leases.next_due_ns(), self._decisions.expire_reviews(now_ns))
         return min((date for date in dates if date is not None), default=None)
+
+    def lose(self, tier: int, now_ns: int, blocks_max: int = BLOCKS_PER_CALL) -> bool:
+        """A pool's memory is gone: forgets so many of its blocks. True once all its regions are
+        closed, after the leases that hold some of it; to be called again until then.
+        """
+        return self._losses.lose(tier, now_ns, blocks_max)
 
     def effects(self) -> list[Effect]:
         """What is to be done since the last call, in order."""

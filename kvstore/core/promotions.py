@@ -37,8 +37,9 @@ class Promotions:
 
         Slots are taken from the head on; the head's copy comes last, so that it ends up warmest.
         """
-        pools = [a for a in self.books.pools if reach is None or a.tier in reach]
-        low = [slot for slot in slots if slot is not None and slot.pool.tier > pools[0].tier]
+        pools = [a for a in self.books.open_pools if reach is None or a.tier in reach]
+        fastest = pools[0].tier if pools else len(self.books.tiers)
+        low = [slot for slot in slots if slot is not None and slot.pool.tier > fastest]
         if not low:
             return
         self.books.next_command()

@@ -152,7 +152,7 @@ class Reads:
         ingest = self.books.ingest
         if reach is None or ingest.tier in reach:
             return ingest
-        return next((a for a in reversed(self.books.pools) if a.tier in reach), None)
+        return next((a for a in reversed(self.books.open_pools) if a.tier in reach), None)
 
     def _view_blocks(self, session: Session, space: Space) -> int:
         limit = self.books.limits.view_bytes_per_session_max

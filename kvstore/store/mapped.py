@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from kvstore.clock import Clock
 from kvstore.core.core import Core
-from kvstore.core.losses import lose
 from kvstore.model.values import Place, Region
 from kvstore.policy.links import Link
 from kvstore.store.regions import Regions
@@ -126,5 +125,5 @@ class Mapped:
         nothing of it is left.
         """
         for tier, device in self._regions.devices.items():
-            if device.lost and tier not in self._lost and lose(self.core.books, tier, now_ns):
+            if device.lost and tier not in self._lost and self.core.lose(tier, now_ns):
                 self._lost.add(tier)

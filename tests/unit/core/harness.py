@@ -94,9 +94,11 @@ class Bench:
         device_slots: int = 0,
         device_below: bool = False,
         disk: bool = False,
+        disk_blocks: int = 2**18,
         tenants: Sequence[TenantSpec] = (TenantSpec("a"),),
         limits: CoreLimits | None = None,
         policy: Callable[[], EvictionPolicy[Slot]] = Lru,
+        core_type: type[Core] = Core,
     ) -> None:
         self.window = _staging_blocks(slots, sessions)
         capacity = capacity_bytes or pool_bytes(slots) + sessions * self.window * BLOCK
@@ -105,9 +107,9 @@ class Bench:
             device = TierSpec(DEVICE, TierKind.POOL, pool_bytes(device_slots))
             tiers.insert(1 if device_below else 0, device)
         if disk:
-            tiers.append(TierSpec(DISK, TierKind.ARCHIVE, 2**30))
+            tiers.append(TierSpec(DISK, TierKind.ARCHIVE, disk_blocks * BLOCK))
         limits = limits or CoreLimits(staging_bytes=self.window * BLOCK, staging_share=0.9)
-        self.core = Core(tiers, tenants, limits, policy)
+        self.core = core_type(tiers, tenants, limits, policy)
         self.host = [tier.name for tier in tiers].index(HOST)
         self.disk = len(tiers) - 1
         self.now_ns = 100 * SECOND

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from kvstore.core.core import Core
 from kvstore.core.effects import Unassign
-from kvstore.core.losses import lose
+from kvstore.core.names import Names
 from kvstore.core.pools import Slot
 from kvstore.model.reasons import Reason
 from kvstore.model.values import LeaseMode
@@ -16,7 +17,7 @@ from kvstore.policy.hit_density import HitDensity
 from kvstore.policy.lru import Lru
 from tests.unit.core.harness import Bench, keys
 
-HOST, DEVICE, BROUGHT_UP = 0, 1, "promote"
+HOST, DEVICE_BELOW, BROUGHT_UP = 0, 1, "promote"
 
 
 def below(device_slots: int = 8) -> tuple[Bench, int, int]:
@@ -138,7 +139,7 @@ def above() -> tuple[Bench, int, int]:
 
 def test_a_pool_that_is_lost_forgets_its_blocks_and_makes_no_region_again() -> None:
     bench, session, space = above()
-    assert lose(bench.core.books, 0, bench.now_ns)
+    assert bench.core.lose(0, bench.now_ns)
     effects = bench.run()
     assert len([one for one in effects if isinstance(one, Unassign)]) == 1
     assert bench.core.lookup(session, space, keys(4)) == bytes(4)
@@ -150,17 +151,17 @@ def test_a_pool_that_is_lost_forgets_its_blocks_and_makes_no_region_again() -> N
     assert bench.core.lookup(session, space, keys(4)) == bytes([2]) * 4
     pool = bench.core.stats().pools[0]
     assert (pool.blocks, pool.used_bytes, pool.regions) == (0, 0, 0)
-    assert lose(bench.core.books, 0, bench.now_ns)
+    assert bench.core.lose(0, bench.now_ns)
 
 
 def test_a_region_of_a_lost_pool_closes_when_its_last_reader_has_gone() -> None:
     bench, session, space = above()
     held = bench.acquire(session, space, keys(1), mode=LeaseMode.VIEW).lease_id
-    assert not lose(bench.core.books, 0, bench.now_ns)
+    assert not bench.core.lose(0, bench.now_ns)
     assert not [one for one in bench.run() if isinstance(one, Unassign)]
     assert bench.core.lookup(session, space, keys(1)) == bytes(1), "no new reader gets it"
     bench.core.release(session, [held], bench.now_ns)
-    assert lose(bench.core.books, 0, bench.now_ns)
+    assert bench.core.lose(0, bench.now_ns)
     assert [one for one in bench.run() if isinstance(one, Unassign)]
 
 
@@ -174,13 +175,13 @@ def test_what_was_rising_into_a_lost_pool_stays_where_it_is() -> None:
         bench.use(session, space, keys(4))
     bench.run()
     assert bench.out("promote")
-    lose(bench.core.books, 0, bench.now_ns)
+    bench.core.lose(0, bench.now_ns)
     bench.core.check()
     assert bench.core.lookup(session, space, keys(4)) == bytes([2]) * 4
     for copy in bench.out("promote"):
         bench.finish(copy, Reason.IO_ERROR)
     bench.run()
-    assert lose(bench.core.books, 0, bench.now_ns)
+    assert bench.core.lose(0, bench.now_ns)
     bench.run()
     assert bench.core.lookup(session, space, keys(4)) == bytes([2]) * 4
 
@@ -190,11 +191,73 @@ def test_what_was_on_its_way_down_out_of_a_lost_pool_is_a_miss_if_its_copy_fails
     bench.hold_copies = True
     lease = bench.acquire(session, space, keys(1), reach=frozenset({1}), wait=True)
     bench.run()
-    lose(bench.core.books, 0, bench.now_ns)
+    bench.core.lose(0, bench.now_ns)
     for copy in bench.out("demote"):
         bench.finish(copy, Reason.IO_ERROR)
     bench.run()
     assert bench.core.settle(lease.lease_id, bench.now_ns).leased == 0
-    assert lose(bench.core.books, 0, bench.now_ns)
+    assert bench.core.lose(0, bench.now_ns)
     bench.run()
     assert bench.core.lookup(session, space, keys(4)) == bytes(4)
+
+
+def test_a_lost_pool_is_forgotten_a_bit_at_a_time_and_nothing_goes_there_meanwhile() -> None:
+    """Neither what makes room above it, nor what would rise into it."""
+    bench = Bench(slots=4, device_slots=8, device_below=True, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    for name in ("one", "two", "three"):
+        bench.put(session, space, keys(4, name))
+    pools = bench.core.stats().pools
+    assert [pool.blocks for pool in pools] == [4, 8]
+    assert not bench.core.lose(DEVICE_BELOW, bench.now_ns, blocks_max=1)
+    bench.run()
+    device = bench.core.stats().pools[DEVICE_BELOW]
+    assert (device.blocks, device.regions) == (4, 1), "whole regions"
+    bench.put(session, space, keys(4, "four"))
+    bench.run()
+    assert bench.core.lookup(session, space, keys(4, "four")) == bytes([1]) * 4
+    assert bench.core.stats().counters["copies_save"] == 4, "what gave way went past it"
+    assert bench.core.stats().pools[DEVICE_BELOW].blocks == 4
+    assert bench.core.lose(DEVICE_BELOW, bench.now_ns, blocks_max=1)
+    bench.run()
+    device = bench.core.stats().pools[DEVICE_BELOW]
+    assert (device.blocks, device.regions, device.used_bytes) == (0, 0, 0)
+
+
+def test_what_rises_does_not_rise_into_a_pool_that_is_being_forgotten() -> None:
+    bench, session, space = above()
+    held = bench.acquire(session, space, keys(1), mode=LeaseMode.VIEW).lease_id
+    assert not bench.core.lose(0, bench.now_ns)
+    bench.run()
+    assert bench.put(session, space, keys(4)) == 4
+    for _ in range(3):
+        bench.use(session, space, keys(4))
+        bench.run()
+    assert bench.core.lookup(session, space, keys(4)) == bytes([2]) * 4
+    bench.core.release(session, [held], bench.now_ns)
+    assert bench.core.lose(0, bench.now_ns)
+
+
+def test_a_loss_goes_through_the_core_s_own_parts() -> None:
+    """So that whatever the simulation plants there shows."""
+    dropped: list[bytes] = []
+
+    class Watched(Names):
+        def drop(self, slot: Slot, why: Reason, now_ns: int) -> None:
+            dropped.append(slot.key)
+            super().drop(slot, why, now_ns)
+
+    class WatchedCore(Core):
+        names_type = Watched
+
+    bench = Bench(slots=8, device_slots=4, core_type=WatchedCore)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(4))
+    for _ in range(2):
+        bench.use(session, space, keys(4))
+        bench.run()
+    dropped.clear()
+    bench.core.lose(0, bench.now_ns)
+    assert sorted(dropped) == sorted(keys(4))
