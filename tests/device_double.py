@@ -138,7 +138,7 @@ class RecordingDevice:
                 second()
                 self.journal.append(first)
 
-    def register(self, address: int, length_bytes: int, *, read_only: bool) -> bool:
+    def register(self, address: int, length_bytes: int, tensor: Tensor, *, read_only: bool) -> bool:
         self.registering()
         with self._lock:
             self.journal.append("registered read-only" if read_only else "registered")

@@ -69,8 +69,8 @@ class Driver(Protocol):
     def wait(self, event: Event) -> None:
         """Blocks this thread, without the interpreter lock, until the event has ended."""
 
-    def register(self, address: int, length_bytes: int, *, read_only: bool) -> bool:
-        """Pins host memory for the device. False if it cannot be."""
+    def register(self, address: int, length_bytes: int, tensor: Tensor, *, read_only: bool) -> bool:
+        """Pins host memory for all devices, in the tensor's. False if it cannot be."""
 
     def unregister(self, address: int) -> None:
         """Ends that, when no copy is under way and before the memory is unmapped."""
@@ -79,13 +79,14 @@ class Driver(Protocol):
 class TorchCuda:
     """Over torch.cuda."""
 
-    READ_ONLY = 0x08
-    """cudaHostRegisterReadOnly"""
+    PORTABLE, READ_ONLY = 0x01, 0x08
+    """cudaHostRegisterPortable (for all devices), cudaHostRegisterReadOnly"""
 
     def __init__(self, torch: Any = None) -> None:
         """torch: for tests; else the one that is loaded when the first tensor comes."""
         self._given = torch
         self._streams: dict[str, Stream] = {}
+        self._registered_on: dict[int, Any] = {}
         self._lock = threading.Lock()
 
     @property
@@ -118,19 +119,21 @@ class TorchCuda:
         tensor.record_stream(stream)
 
     def copy_in(self, stream: Stream, host: Bytes, target: Tensor) -> None:
-        with self._on(stream):
+        with self._on(target.device, stream):
             target.copy_(self._alias(host, target), non_blocking=True)
 
     def copy_out(self, stream: Stream, source: Tensor, host: Bytes) -> None:
-        with self._on(stream):
+        with self._on(source.device, stream):
             self._alias(host, source).copy_(source, non_blocking=True)
 
     @contextlib.contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
-        """Copies to this stream. The mode is a thread's own, and only in it may a tensor be written
-        that an engine made in it.
+    def _on(self, device: Any, stream: Stream) -> Iterator[None]:
+        """Copies to this stream. Mode and device are a thread's own: only in inference mode may a
+        tensor be written that an engine made in it, and the first device is a new thread's, which
+        would get a context there.
         """
-        with self._torch.inference_mode(), self._torch.cuda.stream(stream):
+        torch = self._torch
+        with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
             yield
 
     def _alias(self, host: Bytes, like: Tensor) -> Tensor:
@@ -143,17 +146,21 @@ class TorchCuda:
     def wait(self, event: Event) -> None:
         event.synchronize()
 
-    def register(self, address: int, length_bytes: int, *, read_only: bool) -> bool:
-        runtime = self._torch.cuda.cudart()
-        flags = self.READ_ONLY if read_only else 0
-        if int(runtime.cudaHostRegister(address, length_bytes, flags)) == 0:
-            return True
-        self._forget_error()
-        return False
+    def register(self, address: int, length_bytes: int, tensor: Tensor, *, read_only: bool) -> bool:
+        flags = self.PORTABLE | (self.READ_ONLY if read_only else 0)
+        cuda = self._torch.cuda
+        with cuda.device(tensor.device):
+            if int(cuda.cudart().cudaHostRegister(address, length_bytes, flags)) == 0:
+                self._registered_on[address] = tensor.device
+                return True
+            self._forget_error()
+            return False
 
     def unregister(self, address: int) -> None:
-        if int(self._torch.cuda.cudart().cudaHostUnregister(address)) != 0:
-            self._forget_error()
+        cuda = self._torch.cuda
+        with cuda.device(self._registered_on.pop(address)):
+            if int(cuda.cudart().cudaHostUnregister(address)) != 0:
+                self._forget_error()
 
     def _forget_error(self) -> None:
         """Else torch would find it behind its next kernel, and blame that."""
@@ -171,7 +178,7 @@ class Pin:
     One that is dropped ends with its last reference, so never while a copy uses it.
     """
 
-    def __init__(self, driver: Driver, memory: MappedRegion) -> None:
+    def __init__(self, driver: Driver, memory: MappedRegion, tensor: Tensor) -> None:
         self._view: Bytes | None = memory.u8  # stays mapped until it is unregistered
         self._driver, self._address = driver, memory.address
         self._changed = threading.Condition()
@@ -179,7 +186,7 @@ class Pin:
         self._pid = os.getpid()
         self._ended = self._registered = False
         self._registered = driver.register(
-            memory.address, memory.total_bytes, read_only=not memory.writable
+            memory.address, memory.total_bytes, tensor, read_only=not memory.writable
         )
 
     def use(self) -> bool:
@@ -228,14 +235,14 @@ class Pin:
 _pinning = threading.Lock()
 
 
-def pinned(driver: Driver, mapped: Region | Staging) -> Pin | None:
-    """The registration of a region or of staging, in use until `leave`; made now if there is none.
-    None: the daemon has closed it.
+def pinned(driver: Driver, mapped: Region | Staging, tensor: Tensor) -> Pin | None:
+    """The registration of a region or of staging, in use until `leave`; made now, in the tensor's
+    device, if there is none. None: the daemon has closed it.
     """
     with _pinning:
         if mapped.pin is None and not mapped.gone:
             with contextlib.suppress(ValueError):
-                mapped.pin = Pin(driver, mapped.memory)
+                mapped.pin = Pin(driver, mapped.memory, tensor)
         pin = mapped.pin
     return pin if isinstance(pin, Pin) and pin.use() else None
 
@@ -306,7 +313,7 @@ class DeviceTarget:
         stream = self._stream = rows.stream() if self._stream is None else self._stream
         self._sources.append(sources)  # the memory stays mapped until the event
         for region in regions:
-            pin = pinned(driver, region)
+            pin = pinned(driver, region, rows.tensor)
             if pin is not None:
                 self._pins.append(pin)  # at once: `settle` leaves it though the next one fails
         row = first_row
@@ -340,7 +347,8 @@ class DeviceFill:
     @contextlib.contextmanager
     def into(self, staging: Staging | None) -> Iterator[None]:
         """Around copies into this staging: at its end they are there, whatever happened."""
-        pin = None if staging is None else pinned(self._rows.driver, staging)
+        rows = self._rows
+        pin = None if staging is None else pinned(rows.driver, staging, rows.tensor)
         try:
             yield
         finally:

@@ -16,6 +16,7 @@ from kvstore_client.regions import Staging
 from tests.device_double import RecordingDevice, Tensor
 
 TOTAL_BYTES = 1 << 16
+TENSOR = Tensor(np.zeros((1, 64), np.uint8))
 
 
 @pytest.fixture
@@ -44,10 +45,9 @@ def raising(error: Exception) -> None:
 def test_a_region_that_cannot_be_registered_leaves_no_other_one_in_use(
     device: RecordingDevice, mapped: Callable[[], Staging]
 ) -> None:
-    tensor = Tensor(np.zeros((1, 64), np.uint8))
-    target = DeviceTarget(DeviceRows(device, tensor, 1, [slice(0, 64)], "out"))
+    target = DeviceTarget(DeviceRows(device, TENSOR, 1, [slice(0, 64)], "out"))
     first, second = mapped(), mapped()
-    pin = pinned(device, first)
+    pin = pinned(device, first, TENSOR)
     assert pin is not None
     pin.leave()
     device.registering = lambda: raising(RuntimeError("CUDA error: out of memory"))
@@ -63,7 +63,7 @@ def test_memory_goes_though_the_device_cannot_be_told(
     device: RecordingDevice, mapped: Callable[[], Staging], caplog: pytest.LogCaptureFixture
 ) -> None:
     region = mapped()
-    pin = pinned(device, region)
+    pin = pinned(device, region, TENSOR)
     assert pin is not None
     pin.leave()
     device.unregistering = lambda: raising(RuntimeError("CUDA error: the context is lost"))
@@ -81,7 +81,7 @@ def test_a_registration_that_is_dropped_ends_before_its_memory_is_unmapped(
 ) -> None:
     """As when the daemon hangs up while a copy is under way, and the session is forgotten."""
     region = mapped()
-    pin = pinned(device, region)
+    pin = pinned(device, region, TENSOR)
     assert pin is not None
     assert not region.drop(), "a copy is under way"
     del region
@@ -96,7 +96,7 @@ def test_a_forked_child_unregisters_nothing(
     device: RecordingDevice, mapped: Callable[[], Staging]
 ) -> None:
     region = mapped()
-    pin = pinned(device, region)
+    pin = pinned(device, region, TENSOR)
     assert pin is not None
     child = os.fork()
     if not child:

@@ -23,10 +23,11 @@ STREAM = "copies of cuda:1"
 
 
 class Cuda:
-    """Stands for torch.cuda. journal: contexts entered and left."""
+    """Stands for torch.cuda. journal: contexts entered and left, and calls of the runtime."""
 
     def __init__(self) -> None:
         self.journal: list[str] = []
+        self.result = 0
 
     @contextlib.contextmanager
     def _within(self, name: str) -> Iterator[None]:
@@ -35,6 +36,20 @@ class Cuda:
             yield
         finally:
             self.journal.append(f"out {name}")
+
+    def device(self, device: object) -> contextlib.AbstractContextManager[None]:
+        return self._within(str(device))
+
+    def cudart(self) -> Cuda:
+        return self
+
+    def cudaHostRegister(self, address: int, length_bytes: int, flags: int) -> int:
+        self.journal.append(f"register {address} {length_bytes} {flags:#x}")
+        return self.result
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.journal.append(f"unregister {address}")
+        return self.result
 
     def stream(self, stream: object) -> contextlib.AbstractContextManager[None]:
         return self._within(str(stream))
@@ -71,3 +86,36 @@ def test_tensors_of_an_engine_in_inference_mode_are_copied_by_another_thread(
         worker.submit(driver.copy_out, STREAM, tensor[:, 1], back).result()
     assert np.array_equal(back, host)
     assert not worker.submit(torch.is_inference_mode_enabled).result(), "it was left on"
+
+
+def test_what_a_worker_does_it_does_on_the_tensors_device(
+    driver: TorchCuda, cuda: Cuda, worker: ThreadPoolExecutor
+) -> None:
+    """The first device is current in a new thread: it would get a context, and a stream's context
+    would make it current again when it is left."""
+    tensor = torch.zeros(8, dtype=torch.uint8)
+    host = np.zeros(8, np.uint8)
+    place, stream = str(tensor.device), STREAM
+    inside = [f"in {place}", f"in {stream}", f"out {stream}", f"out {place}"]
+    for copy in (driver.copy_in, driver.copy_out):
+        cuda.journal.clear()
+        pair = (host, tensor) if copy == driver.copy_in else (tensor, host)
+        worker.submit(copy, stream, *pair).result()
+        assert cuda.journal == inside
+    cuda.journal.clear()
+    assert driver.register(4096, 512, tensor, read_only=True)
+    assert driver.register(8192, 512, tensor, read_only=False)
+    driver.unregister(4096)
+    assert cuda.journal == [
+        f"in {place}",
+        "register 4096 512 0x9",
+        f"out {place}",
+        f"in {place}",
+        "register 8192 512 0x1",
+        f"out {place}",
+        f"in {place}",
+        "unregister 4096",
+        f"out {place}",
+    ]
+    cuda.result = 1
+    assert not driver.register(12288, 512, tensor, read_only=True)
