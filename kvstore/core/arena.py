@@ -16,7 +16,9 @@ from kvstore.model.values import PAGE_BYTES, CoreLimits, Region, TenantSpec, Tie
 from kvstore.policy.base import EvictionPolicy
 
 EMPTY_GRACE_NS = 10**9
-"""An empty region of another tenant is taken once it was left alone for so long."""
+"""An empty region of another tenant is taken once it was left alone for so long, unless it is new
+and that tenant's due.
+"""
 
 TRIM_SHARE = 32
 """A region keeps the ordinary size, which is in stock, unless that wastes more than 1/32 of it."""
@@ -199,15 +201,31 @@ class Arena:
         if self.paused or pool in self.claims or len(self.regions) == len(pool.regions):
             return []
         tenant = pool.tenant
-        others_over = any(self._share(t) > 1 for t in self.tenant_bytes if t != tenant)
         left = self._due_bytes(tenant) - self.tenant_bytes[tenant]
-        within = self.shape(pool.slot_bytes, left) if others_over else None
+        within = self.shape(pool.slot_bytes, left) if self._others_over(tenant) else None
         shape = within or self.shape(pool.slot_bytes, self.capacity_bytes)
         if shape is None:
             return []
         ranked = self._candidates(pool, within is not None, now_ns)
         least = header_bytes(1) + pool.slot_bytes
         return self._claim(pool, shape.total_bytes, least, ranked, tenant)
+
+    def press_ahead(self, pool: Pool, slots: int, now_ns: int) -> list[RegionBook]:
+        """Regions of tenants over quota to close so that `pool`, whose tenant stays under its own,
+        has so many slots more when it needs them; a claim is put down for their bytes. Who waits
+        for its due until then loses blocks of its own meanwhile.
+        """
+        if self.paused or pool in self.claims or not self._others_over(pool.tenant):
+            return []
+        left = self._due_bytes(pool.tenant) - self.tenant_bytes[pool.tenant]
+        shape = self.shape(pool.slot_bytes, left)
+        if shape is None:
+            return []
+        need = min(-(-slots // shape.slots), left // shape.total_bytes) * shape.total_bytes
+        if self.room_bytes(pool) >= need:
+            return []
+        ranked = [one for one in self._candidates(pool, True, now_ns) if one[0] <= 1]
+        return self._claim(pool, need, header_bytes(1) + pool.slot_bytes, ranked, pool.tenant)
 
     def press_for_staging(self, session: int, need: int, least: int) -> list[RegionBook]:
         """Regions to close for staging: of tenants over quota first, then the coldest of any."""
@@ -227,7 +245,8 @@ class Arena:
             if region.pool is pool:
                 continue
             own = region.info.tenant == pool.tenant
-            if now_ns - region.touched_ns >= EMPTY_GRACE_NS and region.empty():
+            idle = now_ns - region.touched_ns >= EMPTY_GRACE_NS
+            if idle and (own or not self._is_due(region)) and region.empty():
                 ranked.append((0, region.touched_ns, region))
             elif within_quota and not own and self._share(region.info.tenant) > 1:
                 ranked.append((1, region.touched_ns, region))
@@ -238,8 +257,17 @@ class Arena:
         ranked.sort(key=lambda entry: (entry[0], entry[1], entry[2].touched_ns))
         return [(rank, region) for rank, _, region in ranked if not region.held()]
 
+    def _is_due(self, region: RegionBook) -> bool:
+        """Whether a tenant under its quota asked for it and had no use for it yet: who asks rarely
+        would lose it again each time, and never come to its quota.
+        """
+        return region.unused and self._share(region.info.tenant) <= 1
+
     def _unheld(self) -> list[RegionBook]:
         return [region for region in self.regions.values() if not region.held()]
+
+    def _others_over(self, tenant: str) -> bool:
+        return any(self._share(other) > 1 for other in self.tenant_bytes if other != tenant)
 
     def _share(self, tenant: str) -> float:
         return self.tenant_bytes[tenant] / max(self._due_bytes(tenant), 1)

@@ -75,10 +75,10 @@ class Moves:
     def grant(self, pool: Pool, total_bytes: int, now_ns: int) -> None:
         """A pool's claim is met: it gets its region now, before another takes the bytes."""
         arena = self._arena(pool)
-        shape = arena.shape(pool.slot_bytes, total_bytes)
-        if shape is not None:
+        while (shape := arena.shape(pool.slot_bytes, total_bytes)) is not None:
             region = arena.add_region(self.books.next_id("region"), pool, shape, now_ns)
             self.books.effects.append(Assign(region))
+            total_bytes -= shape.total_bytes
 
     def _press(self, pool: Pool, now_ns: int) -> None:
         """Looks once a command whether another pool should give this one a region."""
@@ -87,6 +87,13 @@ class Moves:
         pool.pressed_at = self.books.command
         for region in self._arena(pool).press(pool, now_ns):
             self.close_region(region, now_ns)
+
+    def press_ahead(self, pool: Pool, slots: int, now_ns: int) -> None:
+        """Before a command takes so many slots, and the next one perhaps as many."""
+        lacking = 2 * slots - len(pool.free)
+        if lacking > 0:
+            for region in self._arena(pool).press_ahead(pool, lacking, now_ns):
+                self.close_region(region, now_ns)
 
     def close_region(self, region: RegionBook, now_ns: int) -> None:
         """Evicts what is in it the ordinary way; it closes when nothing reads it any more."""

@@ -139,10 +139,11 @@ class RegionBook:
     """One region of a pool: its slots, and what decides whether it can be given up.
 
     touched_ns: of the youngest touch of any of its slots. leaving: copies that read what its slots
-    held before. blocker: a slot that was seen held, so that the next look begins there.
+    held before. unused: no slot held anything yet. blocker: a slot that was seen held, so that the
+    next look begins there.
     """
 
-    __slots__ = ("blocker", "closing", "info", "leaving", "pool", "slots", "touched_ns")
+    __slots__ = ("blocker", "closing", "info", "leaving", "pool", "slots", "touched_ns", "unused")
 
     def __init__(self, info: Region, pool: Pool, now_ns: int) -> None:
         self.info = info
@@ -150,6 +151,7 @@ class RegionBook:
         self.touched_ns = now_ns
         self.leaving = 0
         self.closing = False
+        self.unused = True
         self.blocker: Slot | None = None
         self.slots = [Slot(pool, self, number) for number in range(info.slots)]
 
@@ -237,6 +239,7 @@ class Pool:
         """FREE -> FILLING under a name and a new generation."""
         assert (slot.holds, slot.fill, slot.queued) == (0, None, []), "slot is in use"
         slot.generation += 1
+        slot.region.unused = False
         slot.space, slot.key, slot.parent, slot.depth = space, key, parent, depth
         slot.hits = 0
         slot.saved = False

@@ -139,6 +139,7 @@ class Writes:
         reason = Reason.OK if len(offsets) == len(wanted) else Reason.STAGING_BUSY
         pool = space.pools[self.books.ingest.tier]
         assert pool is not None
+        self.moves.press_ahead(pool, len(offsets), now_ns)
         for index, _ in zip(wanted, offsets, strict=False):
             slot = found[index]
             if slot is None:

@@ -15,6 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_server.assembly import _core_limits
 from kvstore_server.disk import DISK_LIMITS
 from tests.daemon import Daemon, make_daemon
+from tests.e2e.stage import until
 from tests.rawclient import RawClient
 from tests.simulation.clocked_daemon import VARIABLE
 
@@ -76,28 +78,50 @@ def from_zero(requests: Sequence[Request]) -> list[Request]:
     return [one._replace(at_ns=one.at_ns - first_ns) for one in requests]
 
 
-class Driver:
-    """One engine: gets what is there of each prompt, then puts all of it; waits for everything."""
+class Clock:
+    """The clock of a daemon that `clocked_daemon` runs."""
 
-    def __init__(self, daemon: Daemon, clock: Path) -> None:
-        self._client = RawClient(daemon.data_socket, group=b"engine")
-        self._space = self._client.open(MODEL).space_id
-        self._clock = socket.socket(socket.AF_UNIX)
-        self._clock.settimeout(CLOCK_S)
-        self._clock.connect(str(clock))
-        self._answers = self._clock.makefile("rb")
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(CLOCK_S)
+        until("its socket", lambda: not self._socket.connect_ex(str(path)), CLOCK_S)
+        self._answers = self._socket.makefile("rb")
         self._now_ns = 0
-        self._attempt = 0
 
     def close(self) -> None:
         self._answers.close()
-        self._clock.close()
+        self._socket.close()
+
+    def advance(self, at_ns: int) -> None:
+        """A step further, or more; has done what is due then."""
+        self._now_ns = max(self._now_ns + STEP_NS, at_ns)
+        self._tell(str(self._now_ns))
+
+    def settle(self) -> None:
+        """Waits until nothing moves."""
+        self._tell("")
+
+    def _tell(self, line: str) -> None:
+        self._socket.sendall(f"{line}\n".encode())
+        answer = self._answers.readline()
+        assert answer == b"done\n", f"the daemon's clock: {answer!r}"
+
+
+class Driver:
+    """One engine: gets what is there of each prompt, then puts the rest; waits for everything."""
+
+    def __init__(self, data_socket: str, clock: Clock) -> None:
+        self._client = RawClient(data_socket, group=b"engine")
+        self._space = self._client.open(MODEL).space_id
+        self._clock = clock
+        self._attempt = 0
+
+    def close(self) -> None:
         self._client.close()
 
     def serve(self, request: Request) -> list[int]:
         """The tier of each block of the prompt's leading hit."""
-        self._now_ns = max(self._now_ns + STEP_NS, request.at_ns)
-        self._tell(str(self._now_ns))
+        self._clock.advance(request.at_ns)
         self._client.unmap()
         keys = [key_of(one) for one in request.ids]
         hits: list[int] = []
@@ -106,14 +130,8 @@ class Driver:
             hits += more
             if not more:
                 break
-        self._put(keys)
+        self._put(keys, len(hits))
         return hits
-
-    def _tell(self, line: str = "") -> None:
-        """Sets the clock, if the line says so, and waits until nothing moves."""
-        self._clock.sendall(f"{line}\n".encode())
-        answer = self._answers.readline()
-        assert answer == b"done\n", f"the daemon's clock: {answer!r}"
 
     def _get(self, keys: Sequence[bytes]) -> list[int]:
         client = self._client
@@ -129,24 +147,34 @@ class Driver:
             assert mark == key[:MARK_BYTES], "a hit has another block's bytes"
             hits.append(code - 1)
         client.release(leased.lease_id)
-        self._tell()
+        self._clock.settle()
         return hits
 
-    def _put(self, keys: Sequence[bytes]) -> None:
+    def _put(self, keys: Sequence[bytes], first: int) -> None:
         client, since = self._client, 0
         self._attempt += 1
         while True:
-            reserved = client.reserve(self._space, keys, attempt=self._attempt, since=since)
+            reserved = client.reserve(
+                self._space, keys, first=first, attempt=self._attempt, since=since
+            )
             if not reserved.lease_id:
                 return
             wanted = convert.unpack_u32(reserved.wanted)
             for index, offset in zip(wanted, convert.unpack_u64(reserved.offsets), strict=True):
                 client.write(int(offset), np.frombuffer(keys[index][:MARK_BYTES], np.uint8))
             client.commit(reserved.lease_id)
-            self._tell()
+            self._clock.settle()
             if reserved.reason == pb.REASON_OK:
                 return
+            first = int(wanted[-1]) + 1
             since = since or reserved.mark
+
+
+def clocked_daemon(folder: Path, **settings: Any) -> Daemon:
+    """A daemon, not started yet, whose clock is driven over the socket `clock` in its folder."""
+    daemon = make_daemon(folder, environ={VARIABLE: str(folder / "clock")}, **settings)
+    daemon.module = "tests.simulation.clocked_daemon"
+    return daemon
 
 
 def run_daemon(folder: Path, requests: Sequence[Request], policy: str, size: Size) -> Run:
@@ -155,22 +183,20 @@ def run_daemon(folder: Path, requests: Sequence[Request], policy: str, size: Siz
         "disk__path": str(folder / "disk"),
         "disk__capacity_bytes": size.disk_bytes,
     }
-    daemon = make_daemon(
+    daemon = clocked_daemon(
         folder,
-        environ={VARIABLE: str(folder / "clock")},
         host__capacity_bytes=size.host_bytes,
         policy__eviction=policy,
         record__path=str(folder / "record"),
         **(disk if size.disk_bytes else {}),
     )
-    daemon.module = "tests.simulation.clocked_daemon"
     with daemon.start():
-        driver = Driver(daemon, folder / "clock")
-        try:
+        with (
+            closing(Clock(folder / "clock")) as clock,
+            closing(Driver(daemon.data_socket, clock)) as driver,
+        ):
             hits = [driver.serve(request) for request in requests]
             gauges = _scraped(daemon)
-        finally:
-            driver.close()
         assert daemon.stop() == 0, daemon.log()
     ((_, files),) = traces_in([folder / "record"])
     blocks = gauges['kvstore_tier_blocks{tier="host"}']

@@ -123,6 +123,55 @@ def test_within_its_quota_a_tenant_loses_nothing_to_another() -> None:
     assert bench.core.stats().tenants[0].used_bytes == kept
 
 
+def flooded(rounds: int, wait_ns: int) -> tuple[Bench, list[int]]:
+    """A pool that tenant a goes on flooding while tenant b puts a prompt now and then."""
+    bench, (one, first, two, second) = shared(64)
+    bench.checks = False
+    for number in range(rounds):
+        for flood in range(5):
+            bench.put(one, first, keys(4, f"flood {number} {flood}"))
+        bench.pass_time(wait_ns)
+        for flood in range(5):
+            bench.put(one, first, keys(4, f"more {number} {flood}"))
+        bench.put(two, second, keys(4, f"prompt {number}"))
+    bench.core.check()
+    return bench, [two, second]
+
+
+@pytest.mark.parametrize("wait_ns", [SECOND // 10, 2 * SECOND, 100 * SECOND])
+def test_a_tenant_that_asks_rarely_comes_to_its_quota_beside_a_flood(wait_ns: int) -> None:
+    bench, _ = flooded(20, wait_ns)
+    used = {tenant.tenant: tenant for tenant in bench.core.stats().tenants}
+    assert 28 <= used["b"].blocks <= 32
+    assert used["b"].used_bytes <= used["b"].quota_bytes
+
+
+@pytest.mark.parametrize("wait_ns", [SECOND // 10, 2 * SECOND])
+def test_who_comes_to_its_quota_loses_nothing_meanwhile(wait_ns: int) -> None:
+    bench, (two, second) = flooded(7, wait_ns)
+    lost = [n for n in range(7) if not all(bench.have(two, second, keys(4, f"prompt {n}")))]
+    assert lost in ([], [0]), "what came first may have gone before anything was asked for"
+
+
+def test_a_put_asks_for_as_many_regions_as_it_fills() -> None:
+    """Of four slots each; a put of ten blocks once had one of them, and lost blocks."""
+    bench = Bench(
+        capacity_bytes=pool_bytes(128) + 40 * BLOCK,
+        tenants=TWO,
+        limits=CoreLimits(staging_bytes=16 * BLOCK, staging_share=0.9),
+    )
+    one, two = bench.session("a"), bench.session("b")
+    first, second = bench.space(one), bench.space(two)
+    bench.put(two, second, keys(1, "its staging"))
+    for number in range(20):
+        bench.put(one, first, keys(10, f"flood {number}"))
+    prompts = [keys(10, f"prompt {number}") for number in range(5)]
+    bench.put(two, second, keys(10, "comes too early"))
+    for prompt in prompts:
+        bench.put(two, second, prompt)
+    assert all(all(bench.have(two, second, prompt)) for prompt in prompts)
+
+
 def test_the_coldest_region_without_a_hold_goes() -> None:
     bench, (one, first, two, second) = shared()
     warm = keys(16)[:4]
