@@ -1,9 +1,10 @@
 """A GPU that writes down what is asked of it, for tests of the client: streams that run nothing by
 themselves, so that what is used before it was waited for is not there.
 
-A queued step runs when an event behind it is waited for, after the events that its stream awaits.
+A queued step runs when an event behind it is asked about or waited for, after the events that its
+stream awaits; with `stuck` the caller's kernels never end.
 `broken` has each rule that was broken: memory unregistered that is not registered or not mapped any
-more, a stream asked for in another thread than the caller's.
+more, a stream asked for in another thread than the caller's, a kernel waited for that never ends.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class RecordingDevice:
         self.registered: dict[int, int] = {}
         self.compute = Stream("compute")
         self.copies = Stream("copies")
-        self.lost = False
+        self.lost = self.stuck = False
+        self.asked: Callable[[], None] = lambda: None
+        """Called when an event is asked about."""
         self.landed: Callable[[], None] = lambda: None
         """Called when an event has ended, before whoever waits for it goes on."""
         self.registering: Callable[[], None] = lambda: None
@@ -98,6 +101,16 @@ class RecordingDevice:
         with self._lock:
             return stream, len(stream.steps)
 
+    def done(self, event: Event) -> bool:
+        if self.lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        self.asked()
+        if self.stuck and event[0] is self.compute:
+            return False
+        with self._lock:
+            self._run_until(*event)
+        return True
+
     def await_event(self, stream: Stream, event: Event) -> None:
         with self._lock:
             stream.steps.append(event)
@@ -128,6 +141,9 @@ class RecordingDevice:
         self.landed()
 
     def _run_until(self, stream: Stream, position: int) -> None:
+        if self.stuck and stream is self.compute:
+            self.broken.append("a kernel was waited for that never ends")
+            raise RuntimeError("it would hang")
         while stream.done < position:
             first, second = stream.steps[stream.done]
             stream.steps[stream.done] = None  # it holds the memory

@@ -1,11 +1,12 @@
 """Tensors in a GPU's memory: fetched into from the daemon's host regions, pushed from into staging.
 
-Copies run on a stream of their own, which first waits for what the caller's stream had been given
-when he called: the kernel that writes a block, or the one that still reads the memory that it is to
-go to. Nothing counts before the event behind a copy has ended: no generation is compared, no layer
-is told of, nothing is committed and no lease released. Host regions are registered with the device
-when they are first copied from, and unregistered before they are unmapped; where that cannot be,
-copies are slower and no less right.
+Copies run on a stream of their own, once what the caller's stream had been given when he called has
+ended: the kernel that writes a block, or the one that still reads the memory that it is to go to.
+That is asked for again and again, and given up at the deadline, before anything is queued: what is
+queued has to be waited for, however long it takes. Nothing counts before the event behind a copy
+has ended: no generation is compared, no layer is told of, nothing is committed and no lease
+released. Host regions are registered with the device when they are first copied from, and
+unregistered before they are unmapped; where that cannot be, copies are slower and no less right.
 
 The driver is a seam: torch.cuda, imported when the first such tensor comes, or the tests' double.
 All waiting is done in the thread that copies.
@@ -19,7 +20,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +35,9 @@ from kvstore_client.regions import Region, Staging
 __all__ = ["DeviceFill", "DeviceRows", "DeviceTarget", "Driver", "Pin", "TorchCuda", "pinned"]
 
 log = logging.getLogger(__name__)
+
+PAUSE_S, PAUSE_MAX_S = 20e-6, 1e-3
+"""Between two looks at the caller's kernels: each pause is twice the one before."""
 
 Stream = Any
 Event = Any
@@ -53,6 +58,9 @@ class Driver(Protocol):
 
     def record(self, stream: Stream) -> Event:
         """An event that ends when everything queued before it has."""
+
+    def done(self, event: Event) -> bool:
+        """Whether the event has ended."""
 
     def await_event(self, stream: Stream, event: Event) -> None:
         """What is queued on the stream from now on begins after the event."""
@@ -111,6 +119,9 @@ class TorchCuda:
         event = self._torch.cuda.Event()
         event.record(stream)
         return event
+
+    def done(self, event: Event) -> bool:
+        return bool(event.query())
 
     def await_event(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)
@@ -283,6 +294,14 @@ class DeviceRows:
         # In the caller's thread: what it has queued by now comes before our copies.
         self._queued = driver.record(driver.current_stream(tensor))
 
+    def await_kernels(self, check: Callable[[], None]) -> None:
+        """Returns when what the caller had queued has ended. What `check` raises ends the wait."""
+        pause_s = PAUSE_S
+        while not self.driver.done(self._queued):
+            check()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
     def stream(self) -> Stream:
         """Ours, on which everything queued from now on comes after what the caller had queued."""
         stream = self.driver.copy_stream(self.tensor)
@@ -307,6 +326,9 @@ class DeviceTarget:
     @property
     def layer_bytes(self) -> int:
         return self._rows.row_bytes
+
+    def await_kernels(self, check: Callable[[], None]) -> None:
+        self._rows.await_kernels(check)
 
     def begin(self, sources: Sequence[Source], first_row: int, regions: Sequence[Region]) -> None:
         rows, driver = self._rows, self._rows.driver
@@ -343,6 +365,10 @@ class DeviceFill:
         self._rows, self._first_block = rows, first_block
         self._stream: Stream | None = None
         self._targets: list[Bytes] = []
+
+    def await_kernels(self, check: Callable[[], None]) -> None:
+        """Before the first copy: returns when the rows are written. What `check` raises ends it."""
+        self._rows.await_kernels(check)
 
     @contextlib.contextmanager
     def into(self, staging: Staging | None) -> Iterator[None]:

@@ -51,6 +51,9 @@ class Target(Protocol):
     def layer_bytes(self) -> int:
         """Of one block."""
 
+    def await_kernels(self, check: Callable[[], None]) -> None:
+        """Returns when it may be written. `check` is called meanwhile, and ends it by raising."""
+
     def begin(self, sources: Sequence[Source], first_row: int, regions: Sequence[Region]) -> None:
         """Begins to copy the blocks of `sources` to the rows from `first_row` on."""
 
@@ -68,6 +71,9 @@ class HostTarget:
     @property
     def layer_bytes(self) -> int:
         return sum(span.stop - span.start for span in self.spans)
+
+    def await_kernels(self, check: Callable[[], None]) -> None:
+        pass
 
     def begin(self, sources: Sequence[Source], first_row: int, regions: Sequence[Region]) -> None:
         gather.copy_pieces(sources, self.spans, self.rows, first_row)
@@ -285,6 +291,8 @@ class _Range:
         started_ns = time.perf_counter_ns()
         base = 0
         try:
+            for target in self.targets:
+                target.await_kernels(self._check)
             for window in self.held.windows:
                 blocks = min(window.run.blocks, done.blocks - base)
                 if blocks <= 0:
@@ -307,16 +315,19 @@ class _Range:
         """In pieces, so that deadline and close are kept."""
         step = max(1, PIECE_BYTES // max(1, target.layer_bytes))
         for begin in range(0, blocks, step):
-            if self.context.deadline.passed:
-                raise CallFailed(Reason.DEADLINE_EXCEEDED)
-            if not self.may_go_on():
-                raise CallFailed(Reason.CANCELLED)
+            self._check()
             end = min(begin + step, blocks)
             target.begin(
                 window_of(run.sources, begin, end, None),
                 base + begin,
                 run.regions,
             )
+
+    def _check(self) -> None:
+        if self.context.deadline.passed:
+            raise CallFailed(Reason.DEADLINE_EXCEEDED)
+        if not self.may_go_on():
+            raise CallFailed(Reason.CANCELLED)
 
 
 @dataclass(slots=True)

@@ -336,11 +336,11 @@ def _fill(context: Context, staging: Staging, window: Window, start: int, fill: 
 
     def run(part: Sequence[tuple[int, int]]) -> None:
         for index, offset in part:
-            if context.deadline.passed:
-                raise CallFailed(Reason.DEADLINE_EXCEEDED, "filling took too long")
+            _check(context)
             write(start + index, memory[offset : offset + window.part_bytes])
 
     if isinstance(fill, DeviceFill):
+        fill.await_kernels(lambda: _check(context))
         with fill.into(staging):
             run(blocks)
         return
@@ -349,6 +349,11 @@ def _fill(context: Context, staging: Staging, window: Window, start: int, fill: 
         gather.in_halves(run, blocks, context.executor)
     else:
         run(blocks)
+
+
+def _check(context: Context) -> None:
+    if context.deadline.passed:
+        raise CallFailed(Reason.DEADLINE_EXCEEDED, "filling took too long")
 
 
 # ---------------------------------------------------------------- byte streams
@@ -392,6 +397,8 @@ def _push_streams(
             def fill(index: int, target: NDArray[np.uint8]) -> None:
                 request.fill(start + index, target)
 
+            if isinstance(request.fill, DeviceFill):
+                request.fill.await_kernels(lambda: _check(context))
             return upload_blocks(session, message, window, part_bytes, fill, timeout_s)
 
         data: bytes = yield Stream(session, run)

@@ -5,6 +5,7 @@ events, registrations and calls, and the bytes that come of it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -163,8 +164,9 @@ def test_a_push_reads_after_the_kernel_and_commits_after_its_copies(
     assert np.array_equal(space.fetch(keys).data, data)
     assert device.journal.index("kernel") < device.journal.index("copied out")
     if path == "shm":
-        names = ("registered", "kernel", "copied out", "event ended", "Commit")
+        names = ("kernel", "copied out", "event ended", "Commit")
         assert order(device, *names) == list(names)
+        assert device.journal.index("registered") < device.journal.index("copied out")
     assert not device.broken
 
 
@@ -183,6 +185,69 @@ def test_layers_are_read_after_their_kernels_and_committed_after_all_copies(
     assert np.array_equal(space.fetch(keys).data, data)
     last = len(device.journal) - 1 - device.journal[::-1].index("copied out")
     assert device.journal.index("Commit") > last
+    assert not device.broken
+
+
+# ---------------------------------------------------------------- kernels that do not end
+
+
+class Clock:
+    """100 s go by with each look at an event."""
+
+    def __init__(self, device: RecordingDevice) -> None:
+        self._ahead_ns = 0
+        device.asked = self._move
+
+    def _move(self) -> None:
+        self._ahead_ns += 100 * 10**9
+
+    def __call__(self) -> int:
+        return time.monotonic_ns() + self._ahead_ns
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_deadline_is_kept_behind_a_kernel_that_does_not_end(
+    make: MakeClient, store: FakeStore, device: RecordingDevice, path: str
+) -> None:
+    """And nothing is queued or pinned meanwhile, that would have to be waited for."""
+    store.shared_memory = path == "shm"
+    clock = Clock(device)
+    space = make(transport=store.transport, device=device, clock=clock).space(MODEL)
+    keys, data = space.keys(tokens(BLOCKS)), rows(BLOCKS, BLOCK_BYTES)
+    space.push(keys[:2], data[:2])
+    device.stuck = True
+    out = Tensor(np.zeros_like(data))
+    layers = [Tensor(np.zeros((BLOCKS, LAYER_BYTES), np.uint8)) for _ in range(LAYERS)]
+    fetched = space.fetch(keys[:2], out, deadline_ms=600_000)
+    assert (fetched.blocks, fetched.reason) == (0, Reason.DEADLINE_EXCEEDED)
+    with space.fetch_layers(keys[:2], layers, deadline_ms=600_000) as fetch:
+        assert fetch.wait(0) == 0
+        assert fetch.result().reason is Reason.DEADLINE_EXCEEDED
+    pushed = space.push(keys, Tensor(data), deadline_ms=600_000)
+    assert (pushed.stored, pushed.reason) == (0, Reason.DEADLINE_EXCEEDED)
+    assert not device.copies.steps
+    assert not device.registered
+    assert store.wait(lambda s: not s.leases and not s._reservations)
+    device.stuck, device.asked = False, lambda: None
+    assert space.fetch(keys[:2], out).blocks == 2
+    assert space.push(keys, Tensor(data)).stored == 2
+    assert not device.broken
+
+
+def test_a_fetch_by_layers_is_closed_behind_a_kernel_that_does_not_end(
+    make: MakeClient, store: FakeStore, device: RecordingDevice
+) -> None:
+    space = make(transport=store.transport, device=device).space(MODEL)
+    keys, data = space.keys(tokens(BLOCKS)), rows(BLOCKS, BLOCK_BYTES)
+    space.push(keys, data)
+    device.stuck, asked = True, threading.Event()
+    device.asked = asked.set
+    out = [Tensor(np.zeros((BLOCKS, LAYER_BYTES), np.uint8)) for _ in range(LAYERS)]
+    fetch = space.fetch_layers(keys, out, deadline_ms=600_000)
+    assert asked.wait(10)
+    fetch.close()
+    assert (fetch.result().blocks, fetch.result().reason) == (0, Reason.CANCELLED)
+    assert store.wait(lambda s: not s.leases)
     assert not device.broken
 
 
