@@ -47,9 +47,9 @@ def _start(folder: Path, *, disk: bool) -> Daemon:
 
 def _said(seen: Soak, now: Sample) -> None:
     print(
-        f"{now.at_s:5.0f} s  {now.rss_mb:6.1f} MB  {now.fds} fds  {now.threads} threads  "
-        f"{now.disk_mb:.0f} MB on disk  {seen.counts['requests']} requests  {seen.kills} kills  "
-        f"{len(seen.wrong)} wrong",
+        f"{now.at_s:5.0f} s  {now.rss_mb:6.1f} MB  {now.fds} fds  {now.regions} regions  "
+        f"{now.threads} threads  {now.disk_mb:.0f} MB on disk  "
+        f"{seen.counts['requests']} requests  {seen.kills} kills  {len(seen.wrong)} wrong",
         flush=True,
     )
 

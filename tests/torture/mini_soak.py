@@ -46,6 +46,7 @@ class MiniSoak:
         outcome.counts["clients killed"] = seen.kills
         if seen.samples:
             last = seen.samples[-1]
-            outcome.counts.update(rss_mb=int(last.rss_mb), fds=last.fds, threads=last.threads)
+            outcome.counts.update(rss_mb=int(last.rss_mb), fds=last.fds)
+            outcome.counts.update(regions=last.regions, threads=last.threads)
             outcome.counts.update(disk_mb=int(last.disk_mb), index_kb=int(last.index_mb * 1000))
         return outcome
