@@ -85,7 +85,7 @@ class Core:
         self._writes = self.writes_type(books, self._moves)
         self._openings = Openings(books, self._moves, rows, reviews)
         self._decisions = Decisions(books, self._openings, rows, reviews)
-        self._pins = Pins(books)
+        self._pins = Pins(books, self._moves)
         self._losses = Losses(books, self._moves)
         self._ahead = Ahead(books, self._moves)
         self._room = Room(books, self._moves, self._writes.turns)
@@ -399,7 +399,7 @@ class Core:
         self, space_id: int, keys: Sequence[bytes], now_ns: int, tenant: str | None = None
     ) -> Pinned:
         """Holds the leading READY keys of a space (of any tenant, or of this one) until `unpin`."""
-        return self._pins.pin(tenant, space_id, keys)
+        return self._pins.pin(tenant, space_id, keys, now_ns)
 
     def unpin(self, pin_id: int, now_ns: int) -> bool:
         """Ends a pin. False: no such pin."""

@@ -218,6 +218,7 @@ def test_a_lost_pool_is_forgotten_a_bit_at_a_time_and_nothing_goes_there_meanwhi
     bench.run()
     assert bench.core.lookup(session, space, keys(4, "four")) == bytes([1]) * 4
     assert bench.core.stats().counters["copies_save"] == 4, "what gave way went past it"
+    assert bench.core.lookup(session, space, keys(4, "three")) == bytes(4)
     assert bench.core.stats().pools[DEVICE_BELOW].blocks == 4
     assert bench.core.lose(DEVICE_BELOW, bench.now_ns, blocks_max=1)
     bench.run()

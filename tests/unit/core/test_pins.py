@@ -66,3 +66,56 @@ def test_an_invalidated_block_is_free_although_it_was_pinned() -> None:
     assert bench.core.stats().pools[0].pinned_bytes == 0
     assert bench.core.unpin(pin.pin_id, bench.now_ns)
     assert bench.put(session, space, keys(8, "new")) == 8
+
+
+def below() -> tuple[Bench, int, int]:
+    """A host pool full of "new", and "old" in the pool below, which readers do not reach."""
+    bench = Bench(slots=6, device_slots=8, device_below=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(3, "old"))
+    bench.put(session, space, keys(6, "new"))
+    assert bench.core.lookup(session, space, keys(3, "old")) == bytes([2]) * 3
+    return bench, session, space
+
+
+def test_a_pinned_block_is_where_every_reader_reaches_it() -> None:
+    bench, session, space = below()
+    old = keys(3, "old")
+    pin = bench.core.pin(space, [*old, old[0]], bench.now_ns)
+    assert (pin.pinned, pin.reason) == (4, Reason.OK)
+    bench.core.check()
+    bench.run()
+    lease = bench.acquire(session, space, old, reach=frozenset({0}))
+    assert bench.core.settle(lease.lease_id, bench.now_ns).leased == 3
+    bench.core.release(session, [lease.lease_id], bench.now_ns)
+    bench.put(session, space, keys(6, "newer"))
+    assert bench.core.lookup(session, space, old) == bytes([1]) * 3
+    assert [pool.pinned_bytes for pool in bench.core.stats().pools] == [3 * BLOCK, 0]
+    assert bench.core.unpin(pin.pin_id, bench.now_ns)
+    bench.run()
+    assert [pool.pinned_bytes for pool in bench.core.stats().pools] == [0, 0]
+
+
+def test_what_makes_room_for_a_pinned_block_is_none_of_the_same_pin() -> None:
+    bench, _, space = below()
+    both = [*keys(1, "old"), *keys(6, "new")]
+    pin = bench.core.pin(space, both, bench.now_ns)
+    assert (pin.pinned, pin.reason) == (0, Reason.NO_SPACE)
+    bench.core.unpin(bench.core.pin(space, keys(1, "old"), bench.now_ns).pin_id, bench.now_ns)
+    bench.run()
+
+
+def test_a_pin_ends_with_a_block_that_did_not_arrive() -> None:
+    bench, session, space = below()
+    bench.hold_copies = True
+    pin = bench.core.pin(space, keys(1, "old"), bench.now_ns)
+    bench.run()
+    bench.finish_all("demote")
+    (copy,) = bench.out("promote")
+    bench.finish(copy, Reason.IO_ERROR)
+    bench.hold_copies = False
+    bench.settle_all()
+    assert bench.core.lookup(session, space, keys(1, "old")) == bytes(1)
+    assert [pool.pinned_bytes for pool in bench.core.stats().pools] == [0, 0]
+    assert bench.core.unpin(pin.pin_id, bench.now_ns)
