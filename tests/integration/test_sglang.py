@@ -142,6 +142,12 @@ class Engine:
         self.context.started.clear()
         self.context.started.update({**SETTINGS, **settings})
         self.context.now.clear()
+        self.context.overrides.clear()
+
+    def load_files(self, path: str) -> None:
+        """What an update of the weights from disk leaves, whether its flush is refused or not."""
+        self.context.now["model_path"] = path
+        self.context.overrides.append(("model_runner.update_model_fields", {"model_path": path}))
 
     def start(
         self, pool: Any, *, rank: int = 0, ranks: int = 1, others: tuple[str, ...] = (), **more: Any
@@ -328,7 +334,7 @@ def test_ranks_of_mla_share(engine: Engine) -> None:
     assert second.batch_exists(KEYS[:2]) == 2
 
 
-@pytest.mark.parametrize("how", ["flush", "version", "clear"])
+@pytest.mark.parametrize("how", ["flush", "version", "files", "clear"])
 def test_what_was_stored_before_other_weights_is_not_found(engine: Engine, how: str) -> None:
     pool, untouched = Pool("page_first"), engine.start(Pool("page_first"))
     backend = engine.start(pool)
@@ -337,12 +343,14 @@ def test_what_was_stored_before_other_weights_is_not_found(engine: Engine, how: 
         pool.clear()
     elif how == "clear":
         backend.clear()
+    elif how == "files":  # of the same path, and the flush was refused
+        engine.load_files(SETTINGS["model_path"])
     else:
         engine.context.now["weight_version"] = "2"
     assert backend.batch_get_v1(KEYS[:2], slots(0, 2)) == [False] * 2
     assert all(backend.batch_set_v1(KEYS[2:4], slots(0, 2)))
     assert backend.batch_exists(KEYS[2:4]) == 2
-    expected = 0 if how == "version" else 2
+    expected = 0 if how in ("version", "files") else 2
     assert untouched.batch_exists(KEYS[:2]) == expected
     assert untouched.batch_exists(KEYS[2:4]) == 0
 

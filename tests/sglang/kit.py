@@ -6,10 +6,12 @@ pool, hash chain, controller and storage threads. What its scheduler does with t
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,10 +27,12 @@ from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
-from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.runtime_context import get_context, get_model, get_parallel
 from sglang.srt.server_args import ServerArgs
 
-__all__ = ["PAGE_TOKENS", "Handle", "Rank", "publish", "write_config"]
+__all__ = ["PAGE_TOKENS", "Handle", "Rank", "publish", "update_weights", "write_config"]
 
 PAGE_TOKENS = 16
 HOST_TOKENS = 320 * PAGE_TOKENS
@@ -221,6 +225,47 @@ class Rank:
 
     def close(self) -> None:
         self.controller.detach_storage_backend()
+
+
+def update_weights(how: str) -> None:
+    """What SGLang does in its scheduler's process when it is sent other weights: none are in it.
+    The request had no version, and the flush after it is refused.
+    """
+    model = SimpleNamespace(load_weights=list, modules=list, named_modules=list)
+    updater = WeightUpdater(
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=None,
+        custom_weight_loaders={},
+        get_model=lambda: model,
+        update_model_fields=lambda *args, **more: None,
+        recapture_cuda_graph=lambda: None,
+        get_model_runner=lambda: None,
+    )
+    if how == "disk":
+        was = get_model()
+        runner = SimpleNamespace(is_draft_worker=False)
+        again = {"model_path": was.model_path, "load_format": was.load_format}
+        ModelRunner.update_model_fields(runner, model, **again, load_config=None)
+        return
+    if how == "ipc":
+        # Without a device it comes as far as looking for one.
+        updater.update_weights_from_ipc(SimpleNamespace(zmq_handles={}))
+        return
+    if how == "tensor":
+        with get_parallel().override(tp_rank=0):
+            done, why = updater.update_weights_from_tensor([])
+    else:
+        address = ("127.0.0.1", free_port(), 0, 1)
+        done, why = updater.init_weights_update_group(*address, "weight_update_group", "gloo")
+    assert done, why
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Handle:

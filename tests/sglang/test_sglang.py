@@ -7,20 +7,27 @@ from __future__ import annotations
 import logging
 import random
 import signal
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_context
+from torch.multiprocessing import reductions
 
+from kvstore_client.engines.sglang_0_5_23 import facts_of
+from kvstore_client.engines.sglang_facts import weights_folder
 from tests.daemon import Daemon
-from tests.sglang.kit import PAGE_TOKENS, Handle, Rank, publish, write_config
+from tests.sglang.kit import PAGE_TOKENS, Handle, Rank, publish, update_weights, write_config
 
 LAYOUTS = [
     *(
@@ -30,6 +37,7 @@ LAYOUTS = [
     *((True, layout) for layout in ("page_first", "layer_first", "page_first_direct")),
 ]
 PROMPTS = random.Random(7)
+RANK = {"dcp_size": 1, "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_size": 1}
 
 
 def prompt(pages: int) -> list[int]:
@@ -187,6 +195,44 @@ def test_a_flush_and_an_update_of_weights_forget_what_was_stored(start: Start) -
     assert found(other, tokens) == pages
     get_context().override("test", weight_version="2")
     assert found(other, tokens) == []
+
+
+@pytest.fixture
+def updates(tmp_path: Path) -> Iterator[None]:
+    """What a process has only once is as before when the test has ended."""
+    before = dict(sys.modules)
+    for name in ("checkpoint_engine", "checkpoint_engine.worker", "httpx"):
+        sys.modules.setdefault(name, types.ModuleType(name))
+    vars(sys.modules["checkpoint_engine.worker"])["update_weights_from_ipc"] = print
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    dist.new_group([0])
+    was = {name: getattr(reductions, name) for name in ("reduce_tensor", "rebuild_cuda_tensor")}
+    yield
+    dist.destroy_process_group()
+    for name in set(sys.modules) - set(before):
+        if name.split(".")[0] in ("checkpoint_engine", "httpx") or "checkpoint_engine" in name:
+            del sys.modules[name]
+    vars(reductions).update(was)
+    vars(reductions).pop("_reduce_tensor_original", None)
+
+
+@pytest.mark.parametrize("how", ["disk", "tensor", "ipc", "group"])
+def test_other_weights_are_seen_without_a_version_and_a_flush(
+    start: Start, updates: None, how: str, tmp_path: Path
+) -> None:
+    """Else their KV would be where engines with the first weights look for theirs."""
+    rank, tokens, later = start(), prompt(4), prompt(4)
+    stored(rank, tokens)
+    another = start()
+    update_weights(how)
+    mine = stored(rank, later, 2)
+    assert found(rank, later) == mine
+    assert found(rank, tokens) == []
+    assert found(another, later) == []
+    # Nor does a name of the files tell the weights of a backend that is attached afterwards.
+    facts = facts_of("0.5.23", SimpleNamespace(**RANK), rank.host, (), flat=False)
+    assert facts.updated
+    assert weights_folder(facts) is None
 
 
 def test_clear_forgets_and_disturbs_nobody(start: Start) -> None:

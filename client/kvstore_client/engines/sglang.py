@@ -10,8 +10,8 @@ why in the log and answers that it has nothing. Each call returns by its deadlin
 its storage threads, never from the one that schedules. A page counts as loaded only if it holds the
 bytes that were stored for its key by a rank with this fingerprint; the run of loaded pages begins
 with the first one, and nothing after a miss counts. What was stored before SGLang emptied its
-caches, or was told a new version of its weights, is not found afterwards. Options are those of
-`options`; see deploy/docs/sglang.md.
+caches, or before an update of its weights was seen, is not found afterwards, and what is stored
+after it no other engine finds. Options are those of `options`; see deploy/docs/sglang.md.
 
 Imports SGLang: `import kvstore_client` does not import this module.
 """
@@ -118,8 +118,8 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         self._others: list[str] = []
         self._store: PageStore | None = None
         self._pages: HostPages | None = None
-        self._weights_version: Callable[[], str] = str
-        self._version = ""
+        self._updates: Callable[[], tuple[str, ...]] = tuple
+        self._seen: tuple[str, ...] = ()
         self._watching = threading.Lock()
         self._stumbles: dict[str, int] = {}
         self._figures: deque[tuple[str, int, float]] = deque(maxlen=FIGURES_MAX)
@@ -159,6 +159,7 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
             raise Refused(f"a deadline is more than {DEADLINE_MS_MAX} ms")
         reader = importlib.import_module(VERSIONS[sglang_version])
         config, pool = self._config, self.mem_pool_host
+        self._seen = reader.updates()
         facts = reader.facts_of(
             sglang_version, config, pool, tuple(self._others), flat=not self._v1
         )
@@ -173,8 +174,7 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         if unknown and folder is None:
             log.warning("kvstore: nothing is shared: %s. Set weights_revision", why_unnamed(facts))
         self._pages = HostPages(pool)
-        self._weights_version = reader.weights_version
-        self._version = reader.weights_version()
+        self._updates = reader.updates
         rank = f"dp{config.dp_rank}.pp{config.pp_rank}.tp{config.tp_rank}"
         spaces = ModelSpaces(
             options.client(f"sglang/{rank}"),
@@ -215,16 +215,17 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
 
     def _ready(self) -> PageStore | None:
         """The store, after what SGLang does not tell has been looked at: whether it has emptied its
-        caches or has other weights.
+        caches or has other weights. What a call is given was computed before the call: an update
+        that comes after the look does not concern it.
         """
         store, pages = self._store, self._pages
         if store is None or pages is None:
             return None
         with self._watching:
-            version = self._weights_version()
+            updates = self._updates()
             emptied = pages.emptied()
-            if emptied or version != self._version:
-                self._version = version
+            if emptied or updates != self._seen:
+                self._seen = updates
                 store.reset()
         return store
 

@@ -10,13 +10,17 @@ One such module for each version of SGLang that was tried, listed in `sglang.VER
 from __future__ import annotations
 
 import logging
+import re
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from sglang.srt.arg_groups.overrides import resolution_result
 from sglang.srt.runtime_context import (
     attention_backends,
+    get_context,
     get_device,
     get_lora,
     get_model,
@@ -28,7 +32,7 @@ from sglang.srt.runtime_context import (
 from kvstore_client.engines.refused import Refused
 from kvstore_client.engines.sglang_facts import Facts
 
-__all__ = ["facts_of", "weights_version"]
+__all__ = ["facts_of", "updates"]
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +48,10 @@ LOADERS = (
     "quantize_and_serve",
     "modelexpress_config",
     "checkpoint_engine_wait_weights_before_ready",
+    "remote_instance_weight_loader_start_seed_via_transfer_engine",
 )
-"""Settings by which weights are made, changed or fetched another way than from the files."""
+"""Settings by which weights are made, changed or fetched another way than from the files, or may be
+written from another machine while the engine runs."""
 SETTINGS = (
     "quantization",
     "kv_cache_dtype",
@@ -63,9 +69,40 @@ FORMATS = (
 """Of a pool, where they are set: its pages have a form of their own."""
 
 
-def weights_version() -> str:
-    """SGLang's name for the weights in use now; it changes with an update that gives one."""
-    return str(get_serving().weight_version)
+FROM_DISK: Final = "model_runner.update_model_fields"
+"""Who SGLang's log of changed settings says it was, after each update of the weights from disk."""
+FROM_TENSORS: Final = (
+    ("torch.multiprocessing.reductions", "_reduce_tensor_original"),
+    ("torch_npu.multiprocessing.reductions", "_rebuild_npu_tensor_original"),
+)
+"""What SGLang leaves in a module before a scheduler takes weights out of tensors sent to it."""
+FROM_IPC: Final = "sglang.srt.checkpoint_engine.checkpoint_engine_worker"
+"""Imported by a scheduler when it takes weights out of another process' memory, never before."""
+OWN_GROUP: Final = re.compile(r"[0-9]+|[0-9a-f]{40}|default_pg")
+"""Names that torch gives to process groups. One for weights has the name that a request gave it."""
+
+
+def updates() -> tuple[str, ...]:
+    """What tells that the weights in use are not those of the start; () while nothing does.
+
+    No hook tells a backend. It is another value after each change of SGLang's version of the
+    weights, after each update from disk, and after the first update of any other kind: from tensors
+    and from another process' memory for good, from a process group as long as there is the group.
+    """
+    marks = []
+    version = str(get_serving().weight_version)
+    if version != str(_setting("weight_version")):
+        marks.append(f"version {version}")
+    for source, fields in get_context().overrides_log():
+        if source == FROM_DISK:
+            marks.append(f"files of {fields.get('model_path')}")
+    if any(hasattr(sys.modules.get(module), name) for module, name in FROM_TENSORS):
+        marks.append("tensors")
+    if FROM_IPC in sys.modules:
+        marks.append("another process' memory")
+    groups = [str(name) for name in list(c10d._world.pg_names.values())]
+    marks += sorted(f"group {name}" for name in groups if not OWN_GROUP.fullmatch(name))
+    return tuple(marks)
 
 
 def facts_of(
@@ -92,7 +129,7 @@ def facts_of(
         commit=_commit_of(model.hf_config),
         load_format=str(named.load_format),
         loader=", ".join(name for name in LOADERS if _setting(name)),
-        updated=_updated(),
+        updated=", ".join(updates()),
         config=_plain_mapping(model.hf_config.to_dict()),
         settings={
             **{name: _plain(_setting(name)) for name in SETTINGS},
@@ -130,12 +167,6 @@ def facts_of(
 def _setting(name: str) -> Any:
     """As it was resolved at start."""
     return resolution_result(get_server_args(), name)
-
-
-def _updated() -> str:
-    """The version of the weights if it is not the one that they were started with."""
-    now = weights_version()
-    return "" if now == str(_setting("weight_version")) else now
 
 
 def _commit_of(hf_config: Any) -> str:

@@ -68,7 +68,7 @@ class Facts:
     pages. flat: pages come as SGLang's flat pages, not as pieces of its memory. scales: a file of
     KV scales beside the weights, "" if there is none. attention_backend "", cpu_isa "": unknown.
     loader: a setting by which weights come another way than from their files, "" if there is none.
-    updated: SGLang's name for weights that took the place of the first ones, "" if none did.
+    updated: what tells that other weights took the place of the first ones, "" if nothing does.
     """
 
     sglang_version: str
@@ -260,7 +260,7 @@ def weights_folder(facts: Facts) -> Path | None:
 def why_unnamed(facts: Facts) -> str:
     """Why neither a commit nor a digest of files names the weights."""
     if facts.updated:
-        return f"the weights have been updated, to version {facts.updated}"
+        return f"the weights have been updated since the engine's start ({facts.updated})"
     if facts.loader:
         return f"{facts.loader} is set, and weights do not come from the model's files alone"
     return f"the weights of {facts.model} (load_format {facts.load_format}) cannot be told"

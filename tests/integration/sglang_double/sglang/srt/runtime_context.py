@@ -9,6 +9,8 @@ started: dict[str, Any] = {}
 """Settings of the start, by name. Empty: nothing has been published."""
 now: dict[str, Any] = {}
 """What became of them since."""
+overrides: list[tuple[str, dict[str, Any]]] = []
+"""Who changed which of them."""
 model_config: Any = None
 
 
@@ -20,6 +22,10 @@ def _published() -> SimpleNamespace:
 
 def get_server_args() -> dict[str, Any]:
     return started
+
+
+def get_context() -> SimpleNamespace:
+    return SimpleNamespace(overrides_log=lambda: list(overrides))
 
 
 def process_model_config() -> Any:
