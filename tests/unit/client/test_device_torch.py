@@ -119,3 +119,17 @@ def test_what_a_worker_does_it_does_on_the_tensors_device(
     ]
     cuda.result = 1
     assert not driver.register(12288, 512, tensor, read_only=True)
+
+
+def test_host_memory_that_must_not_be_written_is_copied_without_a_copy_of_its_own(
+    driver: TorchCuda,
+) -> None:
+    """The driver's aliases, on the CPU: torch would warn of such memory, which is an error here."""
+    host = np.arange(24, dtype=np.uint8)
+    host.flags.writeable = False
+    target = torch.zeros((3, 2, 4), dtype=torch.bfloat16).transpose(0, 1)[:, :, :2]
+    assert not driver.owns(target)
+    driver.copy_in(STREAM, host, target)
+    back = np.zeros(24, np.uint8)
+    driver.copy_out(STREAM, target, back)
+    assert np.array_equal(back, host)
