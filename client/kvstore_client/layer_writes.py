@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,8 @@ from kvstore_client.streams import Fill, RowsFill
 from kvstore_client.writes import PushRequest, Tally, Window
 
 __all__ = ["LayerPushing", "LayerReservation", "reserve"]
+
+CLOSED: Final = "it was not committed"
 
 
 class LayerReservation:
@@ -244,7 +246,10 @@ class LayerPushing:
             return
         wait(self._copies)
         for one in self._copies:
-            error = None if one.cancelled() else one.exception()
+            if one.cancelled():
+                self._failure = Reason.ABORTED, CLOSED
+                continue
+            error = one.exception()
             if isinstance(error, CallFailed):
                 self._failure = error.reason, error.detail
             elif error is not None:
@@ -268,6 +273,8 @@ class LayerPushing:
                 yield from ()
                 return self._result or self._skipped(self._tally.reason, self._tally.detail)
             try:
+                if self._stopped.is_set():  # by a `close` meanwhile, which waits for no commit
+                    raise CallFailed(Reason.ABORTED, CLOSED)
                 if self._failure is not None:
                     raise CallFailed(*self._failure)
                 return (yield from _commit(context, self._spec, self._request, held, self._tally))
@@ -306,7 +313,7 @@ class LayerPushing:
         held, self._held = self._held, None
         if held is not None:
             held.end()
-        self.ended(self._skipped(Reason.ABORTED, "it was not committed"))
+        self.ended(self._skipped(Reason.ABORTED, CLOSED))
 
 
 def _rows_fill(rows: NDArray[Any], span: slice, first_block: int) -> Fill:

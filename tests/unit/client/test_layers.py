@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvstore.model.keys import BlockKey
 from kvstore.model.reasons import Reason
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client import Client, Space
+from kvstore_client.layer_writes import LayerPushing
 from kvstore_client.layers import LayerCopying
-from kvstore_client.space_layers import fetch_layers
+from kvstore_client.space_layers import fetch_layers, push_layers
 from kvstore_client.testing import FakeClock, FakeStore
 from tests.client_kit import model, rows, tokens
 
@@ -159,3 +161,41 @@ def test_a_closed_client_has_no_threads_to_copy_with(space: Space, store: FakeSt
     late.start()
     done = late.wait_end()
     assert (done.blocks, done.reason) == (0, Reason.UNAVAILABLE)
+
+
+def pushing(space: Space) -> LayerPushing:
+    core = space._core
+    deadline = core.root.deadline(None)
+    keys = [b"%032d" % number for number in range(BLOCKS)]
+    asked = push_layers(
+        core,
+        [BlockKey(key) for key in keys],
+        deadline=deadline,
+        first_block=0,
+        attempt=0,
+        durable=False,
+        request_id="",
+    )
+    return core.root.run(asked, deadline)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "stopped"])
+def test_what_a_close_took_out_of_the_line_is_not_committed(space: Space, how: str) -> None:
+    """`close` in one thread while `commit` waits in another: the staging holds whatever it held."""
+    push, let_go = pushing(space), threading.Event()
+    workers = space._core.root.workers()
+    for _ in range(space._core.root.config.async_threads):
+        workers.submit(let_go.wait, 60.0)
+    for layer in range(LAYERS):
+        push.put(layer, BY_LAYER[layer])
+    commit = push.prepared()
+    if how == "cancelled":
+        assert all(copy.cancel() for copy in push.copies())
+        let_go.set()
+    else:
+        let_go.set()
+        push.settle()
+        push._stopped.set()
+    pushed = space._core.root.run(commit, push.deadline)
+    assert (pushed.stored, pushed.reason) == (0, Reason.ABORTED)
+    assert space.lookup(list(push._request.keys)).blocks == 0
