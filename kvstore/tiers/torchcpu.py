@@ -41,18 +41,33 @@ class _Stream:
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, "kvstore-torch-stream")
-        self._copies: list[Future[Any]] = []
+        self._copies: list[tuple[int, Future[Any]]] = []
+        """With the thread that queued it; 0: an event of that thread has it."""
         self._guard = threading.Lock()
 
     def copy(self, target: Any, source: Any) -> None:
         with self._guard:
-            self._copies.append(self.thread.submit(target.copy_, source))
+            copy = self.thread.submit(target.copy_, source)
+            self._copies.append((threading.get_ident(), copy))
 
     def outstanding(self) -> list[Future[Any]]:
         """Copies that were queued and are not known to be done."""
         with self._guard:
-            self._copies = [c for c in self._copies if not c.done() or c.exception() is not None]
-            return list(self._copies)
+            return [copy for _, copy in self._copies if not copy.done()]
+
+    def event(self) -> list[Future[Any]]:
+        """As `outstanding`, and those that failed before an event of whoever queued them told so;
+        later ones do not tell it again.
+        """
+        own = threading.get_ident()
+        with self._guard:
+            left = [
+                (who, copy)
+                for who, copy in self._copies
+                if not copy.done() or (who and copy.exception() is not None)
+            ]
+            self._copies = [(0 if who == own else who, copy) for who, copy in left]
+            return [copy for _, copy in left]
 
 
 class TorchCpuDriver:
@@ -133,7 +148,7 @@ class TorchCpuDriver:
     def record(self, stream: Stream) -> Event:
         """See `DeviceDriver`."""
         self._opened()
-        return stream.outstanding()
+        return stream.event()
 
     def drain(self, stream: Stream) -> None:
         """See `DeviceDriver`."""
