@@ -43,9 +43,10 @@ from kvstore.tiers.base import (
 
 log = logging.getLogger(__name__)
 
-COUNTED = frozenset({Reason.MISS_EVICTED, Reason.DECLINED_GUARD})
+COUNTED = frozenset({Reason.MISS_EVICTED, Reason.DECLINED_GUARD, Reason.NO_SPACE})
 """No line for each: an archive may let a block age out between finding and loading it, and a guard
-that stops, which is told once, refuses all that are out at once, which may be thousands.
+that stops, which is told once, refuses all that are out at once, which may be thousands; so may a
+device whose memory another has taken.
 """
 
 READ_BYTES_MAX = 1 << 20

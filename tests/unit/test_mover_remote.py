@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -183,3 +184,15 @@ def test_a_closed_region_is_an_answer(bench: Bench) -> None:
     bench.device.unassign(1)
     (done,) = bench.run(copy(1, "promote", at(HOST, 0), at(DEVICE, 0)))
     assert (done.ok, done.reason) == (False, Reason.REGION_UNKNOWN)
+
+
+def test_copies_into_a_full_device_are_counted_not_told(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another has taken its memory: that may be thousands, as long as it lasts."""
+    bench.driver.capacity_bytes = 0
+    with caplog.at_level(logging.DEBUG):
+        done = bench.run(*(copy(i + 1, "demote", at(HOST, i), at(DEVICE, i)) for i in range(8)))
+    assert [one.reason for one in done] == [Reason.NO_SPACE] * 8
+    assert [one.getMessage() for one in caplog.records if one.name == "kvstore.mover"] == []
+    assert bench.device.stats().copies_failed == 8
