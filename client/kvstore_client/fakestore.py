@@ -33,9 +33,10 @@ from kvstore_client.fakespaces import Leased, Reservation, Space, send_lease
 if TYPE_CHECKING:
     from kvstore_client.channel import Transport
 
-__all__ = ["FakeStore"]
+__all__ = ["RESERVE_TTL_MS", "FakeStore"]
 
 CHUNK_BYTES = 64 << 10
+RESERVE_TTL_MS = 30_000
 OK = pb.REASON_OK
 _ids = itertools.count(1)
 
@@ -183,6 +184,7 @@ class FakeStore:
                 staging_bytes=self.staging_bytes,
                 message_bytes_max=16 << 20,
                 part_bytes_max=256 << 20,
+                reserve_ttl_ms_max=RESERVE_TTL_MS,
             ),
         )
         return pb.AttachEvent(welcome=welcome)

@@ -29,7 +29,7 @@ from kvstore_client.device import DeviceFill, DeviceRows
 from kvstore_client.regions import Staging
 from kvstore_client.results import Pushed
 from kvstore_client.root import Prepared, Root
-from kvstore_client.session import Deadline, Session
+from kvstore_client.session import NS_PER_MS, Deadline, Session
 from kvstore_client.steps import Context, MapStaging, Operation, Release, Rpc, granted
 from kvstore_client.streams import Fill, RowsFill
 from kvstore_client.writes import PushRequest, Tally, Window
@@ -37,6 +37,8 @@ from kvstore_client.writes import PushRequest, Tally, Window
 __all__ = ["LayerPushing", "LayerReservation", "reserve"]
 
 CLOSED: Final = "it was not committed"
+TOO_LATE: Final = "the layers came too late"
+EXPIRED: Final = "the layers came when the daemon's limits.lease_ttl_ms was over"
 
 
 class LayerReservation:
@@ -53,6 +55,8 @@ class LayerReservation:
         self.staging: Staging | None = None
         self.release: Release | None = None
         """Set while the daemon has to be told of the end."""
+        self.until: Deadline | None = None
+        """When the daemon takes the room back; None: never."""
         self._pid = os.getpid()
 
     def end(self) -> None:
@@ -92,6 +96,7 @@ def _reserve(
     chain, first = request.keys[start : start + limit], request.first_block - start
     pauses = iter(writes.STAGING_PAUSES_MS)
     while True:
+        asked_ns = context.deadline.clock()
         message = writes.reserve_request(
             context, spec, session, binding, request, chain, first, start
         )
@@ -120,6 +125,8 @@ def _reserve(
         held = LayerReservation(wanted, memory, window.offsets.tolist())
         held.session, held.window, held.staging = session, window, staging
         held.release = context.release
+        if ttl_ms := session.limits.reserve_ttl_ms_max:
+            held.until = Deadline(asked_ns + ttl_ms * NS_PER_MS, context.deadline.clock)
         kept = True
     finally:
         if not kept:
@@ -228,13 +235,20 @@ class LayerPushing:
         if held is None or os.getpid() != self._pid:
             return
         try:
-            work = _filling(held, fill, spans[0], self._may_go_on)
+            work = _filling(held, fill, spans[0], self._why_not)
             self._copies.append(self._root.workers().submit(work))
         except (KVStoreError, RuntimeError) as error:  # closed, or no thread to be had
             self._failure = Reason.UNAVAILABLE, str(error)
 
-    def _may_go_on(self) -> bool:
-        return not self._stopped.is_set() and not self.deadline.passed
+    def _why_not(self, held: LayerReservation) -> tuple[Reason, str] | None:
+        """Why nothing may be copied any more; None while it may."""
+        if self._stopped.is_set():
+            return Reason.ABORTED, CLOSED
+        if self.deadline.passed:
+            return Reason.DEADLINE_EXCEEDED, TOO_LATE
+        if held.until is not None and held.until.passed:
+            return Reason.LEASE_EXPIRED, EXPIRED
+        return None
 
     def copies(self) -> list[Future[None]]:
         """What is under way."""
@@ -327,14 +341,17 @@ def _rows_fill(rows: NDArray[Any], span: slice, first_block: int) -> Fill:
 
 
 def _filling(
-    held: LayerReservation, fill: Fill, span: slice, may_go_on: Callable[[], bool]
+    held: LayerReservation,
+    fill: Fill,
+    span: slice,
+    why_not: Callable[[LayerReservation], tuple[Reason, str] | None],
 ) -> Callable[[], None]:
     """Work that copies one layer of all wanted blocks to where they go."""
 
     def each(write: Fill) -> None:
         for index, offset in zip(held.wanted, held.offsets, strict=True):
-            if not may_go_on():
-                raise CallFailed(Reason.DEADLINE_EXCEEDED, "the layers came too late")
+            if why := why_not(held):
+                raise CallFailed(*why)
             write(index, held.memory[offset + span.start : offset + span.stop])
 
     def work() -> None:

@@ -273,8 +273,10 @@ class LayerPush:
     def put(self, layer: int, data: Any) -> None:
         """Hands a layer over, in any order, each once; returns at once.
 
-        data: array or CPU tensor of any strides, [blocks - first_block, ...] with the layer's bytes
-            (this rank's K and V) in each row. Not to be changed before `commit` or `close` returns.
+        data: array or tensor (of the CPU or a GPU) of any strides, [blocks - first_block, ...] with
+            the layer's bytes (this rank's K and V) in each row. Not to be changed before `commit`
+            or `close` returns. What comes after the deadline, or when limits.lease_ttl_ms of the
+            daemon is over, is not copied: nothing is stored then.
         BadRequest for a layer that is none or was put, and for data of another size.
         """
         self._pushing.put(layer, data)

@@ -18,6 +18,7 @@ from kvstore.model.layout import layout_of
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client import ClientConfig
+from kvstore_client.fakestore import RESERVE_TTL_MS
 from kvstore_client.testing import NEVER, FakeClock, FakeStore, FakeTransport, refusal
 from tests.client_kit import BLOCK_TOKENS, MakeClient, clients, model, rows, tokens
 
@@ -465,6 +466,24 @@ def test_layers_that_come_after_the_deadline_are_skipped(
         pushed = push.commit()
     assert (pushed.stored, pushed.skipped) == (0, 3)
     assert pushed.reason is Reason.DEADLINE_EXCEEDED
+    assert space.lookup(keys).blocks == 0
+
+
+def test_layers_that_come_after_the_reservation_are_not_copied(
+    make: MakeClient, store: FakeStore
+) -> None:
+    """The deadline is later: the daemon takes the room back by its own limit."""
+    clock = FakeClock()
+    space = make(transport=store.transport, clock=clock).space(MODEL)
+    keys, data = space.keys(tokens(3)), by_layer(rows(3, BLOCK_BYTES))
+    with space.push_layers(keys, deadline_ms=4 * RESERVE_TTL_MS) as push:
+        push.put(0, data[0])
+        clock.advance(RESERVE_TTL_MS / 1e3)
+        for layer in range(1, LAYERS):
+            push.put(layer, data[layer])
+        pushed = push.commit()
+    assert (pushed.stored, pushed.reason) == (0, Reason.LEASE_EXPIRED)
+    assert "limits.lease_ttl_ms" in pushed.detail
     assert space.lookup(keys).blocks == 0
 
 
