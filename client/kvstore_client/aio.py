@@ -38,6 +38,7 @@ from kvstore_client.results import (
     Fetched,
     Hit,
     KeyExplanation,
+    Presence,
     Pushed,
     Rank,
     SpaceStatus,
@@ -248,6 +249,16 @@ class AsyncSpace:
             lambda: self._core.lookup(tokens_or_keys, prefill, overlap, request_id),
             deadline_ms,
             lambda: Hit(0, 0, b"", (), NO_ADVICE, Reason.DEADLINE_EXCEEDED),
+        )
+
+    async def presence(
+        self, keys: Sequence[BlockKey], *, request_id: str = "", deadline_ms: int | None = None
+    ) -> Presence:
+        return await _run(
+            self._core.root,
+            lambda: self._core.presence(keys, request_id),
+            deadline_ms,
+            lambda: Presence((False,) * len(keys), Reason.DEADLINE_EXCEEDED),
         )
 
     async def fetch(

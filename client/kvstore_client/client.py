@@ -39,6 +39,7 @@ from kvstore_client.results import (
     Fetched,
     Hit,
     KeyExplanation,
+    Presence,
     Pushed,
     Rank,
     SpaceStatus,
@@ -166,6 +167,14 @@ class Space:
         return self._run(
             lambda: self._core.lookup(tokens_or_keys, prefill, overlap, request_id), deadline_ms
         )
+
+    def presence(
+        self, keys: Sequence[BlockKey], *, request_id: str = "", deadline_ms: int | None = None
+    ) -> Presence:
+        """Which of these blocks are there, each for itself: for a cache that needs the last blocks
+        of a prompt and not those before. Counts as no prompt, and nothing is weighed.
+        """
+        return self._run(lambda: self._core.presence(keys, request_id), deadline_ms)
 
     def fetch(
         self,

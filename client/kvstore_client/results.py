@@ -23,6 +23,7 @@ __all__ = [
     "Hit",
     "KeyExplanation",
     "LoadAdvice",
+    "Presence",
     "Pushed",
     "Rank",
     "SpaceStatus",
@@ -65,6 +66,19 @@ class LoadAdvice(NamedTuple):
     total_ms: float = 0.0
     compute_only_ms: float = 0.0
     tiers: tuple[TierPlan, ...] = ()
+
+
+class Presence(NamedTuple):
+    """Which keys are there, each for itself.
+
+    there: one answer a key. reason: OK if all are, else why the first absent one is absent;
+    `differences` as in a Hit. A hint, not a lease.
+    """
+
+    there: tuple[bool, ...]
+    reason: Reason
+    differences: tuple[Difference, ...] = ()
+    detail: str = ""
 
 
 NO_ADVICE = LoadAdvice(0, 0, 0.0, 0.0, 0.0, Reason.NOTHING_TO_DO, 0.0)

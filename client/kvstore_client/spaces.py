@@ -19,7 +19,7 @@ from kvstore.model.keys import BlockKey, Extras, Tokens
 from kvstore.model.plan import Overlap
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore.wire.v1 import store_pb2 as pb
-from kvstore_client import audits, calls, layer_reads, reads, writes
+from kvstore_client import audits, calls, layer_reads, presence, reads, writes
 from kvstore_client.arrays import Bytes, plain_tokens, rows_of
 from kvstore_client.audits import CompareRequest
 from kvstore_client.device import DeviceFill, DeviceRows, DeviceTarget
@@ -31,6 +31,7 @@ from kvstore_client.results import (
     Fetched,
     Hit,
     KeyExplanation,
+    Presence,
     Pushed,
     Rank,
     SpaceStatus,
@@ -336,6 +337,22 @@ class SpaceCore:
                 raise BadRequest(Reason.BAD_KEY_LENGTH, "explain takes keys", "keys")
             return Prepared(lambda context: no_steps([]), None)
         return Prepared(lambda context: calls.explain(self.spec, checked), None)
+
+    def presence(self, keys: Sequence[BlockKey], request_id: str) -> Prepared[Presence]:
+        check_request_id(request_id)
+        checked = check_keys(keys)
+        if checked is None:
+            if _not_empty(keys):
+                raise BadRequest(Reason.BAD_KEY_LENGTH, "presence takes keys", "keys")
+            nothing = Presence((), Reason.NOTHING_TO_DO)
+            return Prepared(lambda context: no_steps(nothing), None)
+
+        def failed(reason: Reason, detail: str, differences: Differences) -> Presence:
+            return Presence((False,) * len(checked), reason, differences, detail)
+
+        return Prepared(
+            lambda context: presence.presence(self.spec, checked, request_id=request_id), failed
+        )
 
     # ---------------------------------------------------------------- evidence
 

@@ -108,6 +108,35 @@ def test_a_fetch_ends_at_the_first_block_that_is_not_there(
     assert (pushed.stored, pushed.present) == (1, 5)
 
 
+def test_presence_says_of_each_key_whether_it_is_there(make: MakeClient) -> None:
+    """In several calls, too; and a daemon that is away has nothing."""
+    store = FakeStore(capacity_blocks=64, keys_per_call_max=4)
+    client = make(transport=store.transport)
+    space = client.space(MODEL)
+    keys = space.keys(tokens(6))
+    space.push(keys, rows(6, BLOCK_BYTES))
+    assert space.presence(keys) == ((True,) * 6, Reason.OK, (), "")
+    store.drop([keys[0], keys[4]])
+    found = space.presence(keys)
+    assert found.there == (False, True, True, True, False, True)
+    assert found.reason is Reason.MISS_NEVER_STORED
+    assert space.presence(keys[::-1]).there == found.there[::-1]
+    assert space.presence([]) == ((), Reason.NOTHING_TO_DO, (), "")
+    with pytest.raises(BadRequest):
+        space.presence([b"short"])
+    store.close()
+
+
+def test_where_nobody_answers_nothing_is_present(make: MakeClient, store: FakeStore) -> None:
+    def answer(method: str, request: Any) -> Any:
+        return grpc.StatusCode.UNAVAILABLE if method == "Lookup" else None
+
+    space = make(transport=answered(store, answer)).space(MODEL)
+    found = space.presence(space.keys(tokens(3)))
+    assert found.there == (False,) * 3
+    assert found.reason is Reason.UNAVAILABLE
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_push_larger_than_staging_goes_in_windows(
     make: MakeClient, store: FakeStore, path: str

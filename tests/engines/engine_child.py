@@ -2,7 +2,8 @@
 
     {"prompts": [[ids], ...], "max_tokens": n, "salt": s}  ->  {"tokens": ..., "cached": ..., ...}
         further: "logprobs": how many of each token; "adapter": [name, number, path]
-    {"keys": [ids], "salt": s}  ->  the store's keys of its whole blocks, in hexadecimal
+    {"keys": [ids], "salt": s, "group": n}  ->  the store's keys of its whole blocks in cache group
+        n, in hexadecimal
     {"metrics": prefix}  ->  vLLM's own counters whose names begin so; needs disable_log_stats False
     {"reset": true}  ->  vLLM's own caches are emptied, the connector's included if "connector"
 
@@ -61,7 +62,8 @@ def main() -> None:
         if "prompts" in command:
             answer(generate(llm, command))
         elif "keys" in command:
-            answer({"keys": keys_of(llm, command["keys"], command.get("salt"))})
+            found = keys_of(llm, command["keys"], command.get("salt"), command.get("group", 0))
+            answer({"keys": found})
         elif "metrics" in command:
             answer({"metrics": metrics(llm, command["metrics"])})
         elif "reset" in command:
@@ -127,8 +129,8 @@ def metrics(llm: Any, prefix: str) -> dict[str, float]:
     }
 
 
-def keys_of(llm: Any, ids: list[int], salt: str | None) -> list[str]:
-    """By vLLM's own hashing of blocks, and the tier's key of each hash and group 0."""
+def keys_of(llm: Any, ids: list[int], salt: str | None, group: int) -> list[str]:
+    """By vLLM's own hashing of blocks, and the tier's key of each hash and the group."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import hash_block_tokens
 
@@ -141,7 +143,7 @@ def keys_of(llm: Any, ids: list[int], salt: str | None) -> list[str]:
         extra = (salt,) if salt and not start else None
         block = tuple(ids[start : start + cache.block_size])
         parent = hash_block_tokens(hash_function, parent, block, extra)
-        keys.append(key_of(bytes(parent) + bytes(4)).hex())
+        keys.append(key_of(bytes(parent) + group.to_bytes(4, "big")).hex())
     return keys
 
 

@@ -217,10 +217,10 @@ class Engine:
         self.send({"prompts": prompts, "max_tokens": max_tokens, **more})
         return self.receive()
 
-    def keys(self, prompt: Sequence[int], salt: str = "") -> list[str]:
-        """The store's keys of a prompt's whole blocks, in hexadecimal."""
+    def keys(self, prompt: Sequence[int], salt: str = "", group: int = 0) -> list[str]:
+        """The store's keys of a prompt's whole blocks in a cache group, in hexadecimal."""
         self.wait_up()
-        self.send({"keys": prompt, "salt": salt})
+        self.send({"keys": prompt, "salt": salt, "group": group})
         keys: list[str] = self.receive()["keys"]
         return keys
 

@@ -1,6 +1,6 @@
 """Tiny models with weights that make diverse tokens, written to a folder.
 
-    python -m tests.engines.models FOLDER SEED llama|window|adapter
+    python -m tests.engines.models FOLDER SEED llama|window|ragged|windows|adapter
 
 Random weights of the usual spread give flat logits, with which wrong KV would go unnoticed; these
 are wide enough that every token depends on the whole prompt.
@@ -47,18 +47,31 @@ def make_llama(folder: Path, seed: int) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
-def make_window(folder: Path, seed: int) -> None:
-    """A Gemma whose every second layer sees WINDOW_TOKENS."""
+def make_window(folder: Path, seed: int, kinds: str = "wfwf") -> None:
+    """A Gemma whose layers see WINDOW_TOKENS (w) or all (f): by default every second one."""
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     torch.manual_seed(seed)
-    kinds = ["sliding_attention", "full_attention"] * 2
+    names = {"w": "sliding_attention", "f": "full_attention"}
     config = Gemma3TextConfig(
-        **SHAPE, sliding_window=WINDOW_TOKENS, layer_types=kinds, query_pre_attn_scalar=64
+        **{**SHAPE, "num_hidden_layers": len(kinds)},
+        sliding_window=WINDOW_TOKENS,
+        layer_types=[names[kind] for kind in kinds],
+        query_pre_attn_scalar=64,
     )
     model: Any = Gemma3ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def make_ragged(folder: Path, seed: int) -> None:
+    """Three windows to two full layers: one cache group has fewer layers than the others."""
+    make_window(folder, seed, "wfwfw")
+
+
+def make_windows(folder: Path, seed: int) -> None:
+    """No layer sees more than WINDOW_TOKENS."""
+    make_window(folder, seed, "wwww")
 
 
 def make_adapter(folder: Path, seed: int) -> None:
@@ -87,7 +100,13 @@ def make_adapter(folder: Path, seed: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-MAKERS = {"llama": make_llama, "window": make_window, "adapter": make_adapter}
+MAKERS = {
+    "llama": make_llama,
+    "window": make_window,
+    "ragged": make_ragged,
+    "windows": make_windows,
+    "adapter": make_adapter,
+}
 
 
 def main() -> None:

@@ -25,7 +25,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
@@ -35,8 +34,19 @@ from kvstore.model.keys import BlockKey
 from kvstore.model.reasons import Reason
 from kvstore_client.client import Space
 from kvstore_client.engines.lanes import Lane
-from kvstore_client.engines.tier_values import OUTCOMES, Answer, Deadlines, Finished
-from kvstore_client.results import Fetched, Hit, Pushed
+from kvstore_client.engines.tier_values import (
+    OUTCOMES,
+    Answer,
+    Asked,
+    Deadlines,
+    Finished,
+    Job,
+    Question,
+    Request,
+    runs,
+    trace_id,
+)
+from kvstore_client.results import Fetched, Hit, Presence, Pushed
 
 __all__ = ["OUTCOMES", "Answer", "AsyncTier", "Deadlines", "Finished", "Spaces"]
 
@@ -46,8 +56,6 @@ Bytes = npt.NDArray[np.uint8]
 
 TOLD_MAX = 64
 """Kinds of refusals that are logged."""
-REQUEST_ID_BYTES_MAX = 128
-"""Of the engine's request id in the daemon's trace."""
 KEYS_MAX: Final = 32_768
 """Keys that are remembered: those of the prompts that are under way, some 10 MB. A prompt is stored
 in pieces, each with the whole chain before it, and a key costs 10 us of the interpreter's lock."""
@@ -71,47 +79,16 @@ class Spaces(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(slots=True)
-class _Asked:
-    """One key of one request. `failed`: it was there and could not be loaded."""
-
-    key: bytes
-    answer: Answer = Answer.RETRY
-    asked_ns: int = 0
-    failed: bool = False
-
-
-@dataclass(slots=True)
-class _Request:
-    keys: dict[bytes, _Asked] = field(default_factory=dict)
-    new: list[_Asked] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    request_id: str
-    asked: tuple[_Asked, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """`keys[i]` belongs to `rows[i]`; `chain`: the prompt's keys up to the last of them."""
-
-    submitted_ns: int
-    job_id: int
-    request_id: str
-    load: bool
-    keys: tuple[bytes, ...]
-    rows: tuple[int, ...]
-    chain: tuple[bytes, ...] = ()
-
-
 class AsyncTier:
     """See the module's docstring.
 
     rows: [rows, row_bytes] uint8, the engine's memory; the first `content_bytes` of a row are a
         block.
     key_of: the store's key for an engine's key.
+    group_of: the cache group of an engine's key; groups are asked, loaded and stored apart, so that
+        what one lacks is no gap in another.
+    leading: the group that needs each block of a prompt, by which a prompt is weighed and counted.
+        Blocks of others are each of use without those before.
     durable: what is stored is on disk before its job ends.
     threaded: False in tests, which call `work`.
     """
@@ -123,6 +100,8 @@ class AsyncTier:
         content_bytes: int,
         key_of: Callable[[bytes], BlockKey],
         *,
+        group_of: Callable[[bytes], int] = lambda key: 0,
+        leading: int = 0,
         deadlines: Deadlines | None = None,
         durable: bool = False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
@@ -134,28 +113,30 @@ class AsyncTier:
         self._rows: Bytes | None = rows
         self._content_bytes = content_bytes
         self._key_of = functools.lru_cache(KEYS_MAX)(key_of)
+        self._group_of = group_of
+        self._leading = leading
         self._deadlines = deadlines or Deadlines()
         self._durable = durable
         self._clock_ns = clock_ns
         # Longer than a lookup may take, so that only a defect of ours is found by it.
         self._patience_ns = 2 * self._deadlines.lookup_ms * 1_000_000
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
         self._live: set[str] = set()
         # Had begun when the weights may have changed: their KV is of both.
         self._mixed: set[str] = set()
-        self._owners: dict[int, _Job] = {}
+        self._owners: dict[int, Job] = {}
         self._with_new: list[str] = []
         # Both are appended to by the tier's threads and emptied by the engine's.
-        self._answers: deque[list[tuple[_Asked, Answer]]] = deque()
+        self._answers: deque[list[tuple[Asked, Answer]]] = deque()
         self._finished: deque[Finished] = deque()
         self._counted: Counter[str] = Counter()
         self._counting = threading.Lock()
         self._told: set[str] = set()
-        self._lookups: Lane[list[_Question]] = Lane(
+        self._lookups: Lane[list[Question]] = Lane(
             "kvstore-lookup", self._look_up, self._give_up_lookup, threaded=threaded
         )
-        self._loads: Lane[_Job] = Lane("kvstore-load", self._load, self._fail, threaded=threaded)
-        self._stores: Lane[_Job] = Lane("kvstore-store", self._store, self._fail, threaded=threaded)
+        self._loads: Lane[Job] = Lane("kvstore-load", self._load, self._fail, threaded=threaded)
+        self._stores: Lane[Job] = Lane("kvstore-store", self._store, self._fail, threaded=threaded)
 
     # ---------------------------------------------------------------- for the engine's thread
 
@@ -174,10 +155,10 @@ class AsyncTier:
             return Answer.MISS
         request = self._requests.get(request_id)
         if request is None:
-            request = self._requests[request_id] = _Request()
+            request = self._requests[request_id] = Request()
         asked = request.keys.get(key)
         if asked is None:
-            asked = request.keys[key] = _Asked(key)
+            asked = request.keys[key] = Asked(key)
             if not request.new:
                 self._with_new.append(request_id)
             request.new.append(asked)
@@ -186,7 +167,7 @@ class AsyncTier:
             self._count("lookup_late")
         return asked.answer
 
-    def _is_late(self, asked: _Asked) -> bool:
+    def _is_late(self, asked: Asked) -> bool:
         if asked.answer is not Answer.RETRY or not asked.asked_ns:
             return False
         return self._clock_ns() - asked.asked_ns > self._patience_ns
@@ -205,16 +186,16 @@ class AsyncTier:
             new, request.new = tuple(request.new), []
             for asked in new:
                 asked.asked_ns = now_ns
-            questions.append(_Question(request_id, new))
+            questions.append(Question(request_id, new))
         if questions and not self._lookups.submit(questions):
             self._give_up_lookup(questions)
 
     def submit_load(
         self, job_id: int, request_id: str, keys: Sequence[bytes], rows: Sequence[int]
     ) -> None:
-        """Fill these rows. The keys are in the order of the prompt."""
+        """Fill these rows. The keys of a group are in the order of the prompt."""
         now_ns = self._clock_ns()
-        job = _Job(now_ns, job_id, request_id, True, tuple(keys), tuple(rows))
+        job = Job(now_ns, job_id, request_id, True, tuple(keys), tuple(rows))
         self._submit(job, self._loads)
 
     def submit_store(
@@ -225,14 +206,14 @@ class AsyncTier:
         rows: Sequence[int],
         chain: Sequence[bytes],
     ) -> None:
-        """Store these rows. `chain`: the keys of the prompt from its first block to the last of
-        `keys`, all of which are in it; what is not in it is not stored.
+        """Store these rows. `chain`: the keys of the prompt, of each group from its first block to
+        the last of `keys`, all of which are in it; what is not in it is not stored.
         """
         now_ns = self._clock_ns()
-        job = _Job(now_ns, job_id, request_id, False, tuple(keys), tuple(rows), tuple(chain))
+        job = Job(now_ns, job_id, request_id, False, tuple(keys), tuple(rows), tuple(chain))
         self._submit(job, self._stores)
 
-    def _submit(self, job: _Job, lane: Lane[_Job]) -> None:
+    def _submit(self, job: Job, lane: Lane[Job]) -> None:
         self._owners[job.job_id] = job
         if not self._is_sound(job):
             log.error("kvstore: job %d names rows that are not there; not done", job.job_id)
@@ -240,7 +221,7 @@ class AsyncTier:
         elif job.request_id in self._mixed or not lane.submit(job):
             self._fail(job)
 
-    def _is_sound(self, job: _Job) -> bool:
+    def _is_sound(self, job: Job) -> bool:
         rows = self._rows
         return (
             rows is not None
@@ -263,7 +244,7 @@ class AsyncTier:
         return done
 
     @staticmethod
-    def _remember(request: _Request, job: _Job, result: Finished) -> None:
+    def _remember(request: Request, job: Job, result: Finished) -> None:
         there = set(result.keys)
         for key in job.keys:
             asked = request.keys.get(key)
@@ -326,7 +307,7 @@ class AsyncTier:
     def _left_ms(self, since_ns: int, deadline_ms: int) -> int:
         return deadline_ms - (self._clock_ns() - since_ns) // 1_000_000
 
-    def _look_up(self, questions: list[_Question]) -> None:
+    def _look_up(self, questions: list[Question]) -> None:
         if not questions:  # see connect_ahead
             self._spaces.connect(self._deadlines.load_ms)
         for question in questions:
@@ -334,22 +315,52 @@ class AsyncTier:
             if left_ms <= 0:  # of a request that has gone on, or will at once
                 self._give_up_lookup([question])
                 continue
-            space = self._spaces.current()
-            keys = [self._key_of(asked.key) for asked in question.asked]
-            hit = space.lookup(keys, request_id=_trace_id(question.request_id), deadline_ms=left_ms)
-            loaded = min(hit.blocks, hit.plan.load_blocks)
-            self._count("lookup_hit", loaded)
-            self._count("lookup_declined", hit.blocks - loaded)
-            self._count("lookup_miss", len(keys) - hit.blocks)
-            self._tell_why(hit)
-            self._answers.append(
-                [
-                    (asked, Answer.HIT if index < loaded else Answer.MISS)
-                    for index, asked in enumerate(question.asked)
-                ]
-            )
+            leading, others = self._split(question.asked)
+            if leading:
+                self._look_up_leading(question, leading, left_ms)
+            if others:
+                self._look_up_others(question, others)
 
-    def _tell_why(self, hit: Hit) -> None:
+    def _split(self, asked: Sequence[Asked]) -> tuple[list[Asked], list[Asked]]:
+        """Those of the leading group, and those of others."""
+        leading: list[Asked] = []
+        others: list[Asked] = []
+        for one in asked:
+            (leading if self._group_of(one.key) == self._leading else others).append(one)
+        return leading, others
+
+    def _look_up_leading(self, question: Question, asked: list[Asked], left_ms: int) -> None:
+        keys = [self._key_of(one.key) for one in asked]
+        hit = self._spaces.current().lookup(
+            keys, request_id=trace_id(question.request_id), deadline_ms=left_ms
+        )
+        loaded = min(hit.blocks, hit.plan.load_blocks)
+        self._count("lookup_hit", loaded)
+        self._count("lookup_declined", hit.blocks - loaded)
+        self._count("lookup_miss", len(keys) - hit.blocks)
+        self._tell_why(hit)
+        self._answer(asked, [index < loaded for index in range(len(asked))])
+
+    def _look_up_others(self, question: Question, asked: list[Asked]) -> None:
+        left_ms = self._left_ms(question.asked[0].asked_ns, self._deadlines.lookup_ms)
+        if left_ms <= 0:
+            self._give_up_lookup([Question(question.request_id, tuple(asked))])
+            return
+        keys = [self._key_of(one.key) for one in asked]
+        found = self._spaces.current().presence(
+            keys, request_id=trace_id(question.request_id), deadline_ms=left_ms
+        )
+        hits = sum(found.there)
+        self._count("lookup_hit", hits)
+        self._count("lookup_miss", len(keys) - hits)
+        self._tell_why(found)
+        self._answer(asked, found.there)
+
+    def _answer(self, asked: Sequence[Asked], there: Sequence[bool]) -> None:
+        answers = [Answer.HIT if yes else Answer.MISS for yes in there]
+        self._answers.append(list(zip(asked, answers, strict=True)))
+
+    def _tell_why(self, hit: Hit | Presence) -> None:
         """Once for each kind: why an engine gets nothing is the first thing that is asked."""
         ordinary = hit.reason.is_miss and hit.reason is not Reason.MISS_INCOMPATIBLE
         if ordinary or hit.reason is Reason.OK:
@@ -366,11 +377,11 @@ class AsyncTier:
             fields,
         )
 
-    def _give_up_lookup(self, questions: list[_Question]) -> None:
+    def _give_up_lookup(self, questions: list[Question]) -> None:
         self._answers.append([(a, Answer.MISS) for question in questions for a in question.asked])
         self._count("lookup_miss", sum(len(question.asked) for question in questions))
 
-    def _load(self, job: _Job) -> None:
+    def _load(self, job: Job) -> None:
         rows = self._rows
         assert rows is not None  # let go of only after the lanes have ended
         # The request waits from its submission on, behind others too.
@@ -379,18 +390,47 @@ class AsyncTier:
             self._fail(job)
             return
         begun = time.perf_counter()
-        fetched: Fetched = self._spaces.current().fetch(
-            [self._key_of(key) for key in job.keys],
-            [rows[row, : self._content_bytes] for row in job.rows],
-            request_id=_trace_id(job.request_id),
-            deadline_ms=left_ms,
-        )
-        keys = job.keys[: fetched.blocks]
-        self._count("load_loaded", len(keys))
-        self._count("load_failed", len(job.keys) - len(keys))
-        self._end(job, keys, begun, fetched.bytes)
+        loaded, moved = [], 0
+        for group in self._groups(job.keys):
+            keys, bytes_moved = self._load_group(job, group, rows)
+            loaded += keys
+            moved += bytes_moved
+        self._count("load_loaded", len(loaded))
+        self._count("load_failed", len(job.keys) - len(loaded))
+        self._end(job, tuple(loaded), begun, moved)
 
-    def _store(self, job: _Job) -> None:
+    def _groups(self, keys: Sequence[bytes]) -> list[list[int]]:
+        """The indexes of each group's keys."""
+        groups: dict[int, list[int]] = {}
+        for index, key in enumerate(keys):
+            groups.setdefault(self._group_of(key), []).append(index)
+        return list(groups.values())
+
+    def _load_group(self, job: Job, group: list[int], rows: Bytes) -> tuple[list[bytes], int]:
+        """The keys of one group that were loaded, and bytes. After a gap it goes on where blocks
+        are of use without those before.
+        """
+        leading = self._group_of(job.keys[group[0]]) == self._leading
+        loaded: list[bytes] = []
+        moved = 0
+        while group:
+            left_ms = self._left_ms(job.submitted_ns, self._deadlines.load_ms)
+            if left_ms <= 0:
+                break
+            fetched: Fetched = self._spaces.current().fetch(
+                [self._key_of(job.keys[index]) for index in group],
+                [rows[job.rows[index], : self._content_bytes] for index in group],
+                request_id=trace_id(job.request_id),
+                deadline_ms=left_ms,
+            )
+            loaded += [job.keys[index] for index in group[: fetched.blocks]]
+            moved += fetched.bytes
+            if leading or not fetched.reason.is_miss:
+                break
+            group = group[fetched.blocks + 1 :]
+        return loaded, moved
+
+    def _store(self, job: Job) -> None:
         rows = self._rows
         assert rows is not None
         begun = time.perf_counter()
@@ -398,41 +438,48 @@ class AsyncTier:
         if self._left_ms(job.submitted_ns, self._deadlines.store_ms) <= 0:
             self._fail(job)
             return
-        place = {key: index for index, key in enumerate(job.chain)}
+        kept = 0
+        for group in self._groups(job.chain):
+            kept += self._store_group(job, [job.chain[index] for index in group], rows)
+        whole = kept == len(job.keys)
+        self._count("store_dropped", len(job.keys) - kept)
+        self._end(job, job.keys if whole else (), begun, len(job.keys) * self._content_bytes)
+
+    def _store_group(self, job: Job, chain: list[bytes], rows: Bytes) -> int:
+        """How many blocks of one group's chain are kept now."""
+        place = {key: index for index, key in enumerate(chain)}
         row_of = {
             place[key]: row for key, row in zip(job.keys, job.rows, strict=True) if key in place
         }
-        chain = [self._key_of(key) for key in job.chain]
+        keys = [self._key_of(key) for key in chain]
 
         def fill(index: int, target: Bytes) -> None:
             np.copyto(target, rows[row_of[index], : self._content_bytes])
 
         kept = 0
-        for first, end in _runs(sorted(row_of)):
+        for first, end in runs(sorted(row_of)):
             left_ms = self._left_ms(job.submitted_ns, self._deadlines.store_ms)
             if left_ms <= 0:
                 break
             pushed: Pushed = self._spaces.current().push(
-                chain[:end],
+                keys[:end],
                 fill,
                 first_block=first,
                 durable=self._durable,
-                request_id=_trace_id(job.request_id),
+                request_id=trace_id(job.request_id),
                 deadline_ms=left_ms,
             )
             kept += pushed.stored + pushed.present + pushed.reserved
             self._count("store_stored", pushed.stored)
             self._count("store_present", pushed.present + pushed.reserved)
-        whole = kept == len(job.keys)
-        self._count("store_dropped", len(job.keys) - kept)
-        self._end(job, job.keys if whole else (), begun, len(job.keys) * self._content_bytes)
+        return kept
 
-    def _end(self, job: _Job, keys: tuple[bytes, ...], begun: float, moved: int) -> None:
+    def _end(self, job: Job, keys: tuple[bytes, ...], begun: float, moved: int) -> None:
         took = time.perf_counter() - begun
         success = len(keys) == len(job.keys)
         self._finished.append(Finished(job.job_id, job.load, success, keys, took, moved))
 
-    def _fail(self, job: _Job) -> None:
+    def _fail(self, job: Job) -> None:
         self._count("load_failed" if job.load else "store_dropped", len(job.keys))
         self._finished.append(Finished(job.job_id, job.load, False, (), 0.0, 0))
 
@@ -441,19 +488,3 @@ class AsyncTier:
             assert what in OUTCOMES
             with self._counting:
                 self._counted[what] += number
-
-
-def _runs(indexes: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending indexes as ranges without a gap: (first, end)."""
-    runs: list[tuple[int, int]] = []
-    for index in indexes:
-        if runs and runs[-1][1] == index:
-            runs[-1] = (runs[-1][0], index + 1)
-        else:
-            runs.append((index, index + 1))
-    return runs
-
-
-def _trace_id(request_id: str) -> str:
-    """As much of it as the daemon's trace takes."""
-    return request_id.encode("utf-8", "replace")[:REQUEST_ID_BYTES_MAX].decode("utf-8", "ignore")

@@ -1,12 +1,29 @@
-"""Values of `async_tier`: answers, deadlines, how a job ended, and what is counted."""
+"""Values of `async_tier`: answers, deadlines, questions and jobs, how a job ended, and what is
+counted.
+"""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["OUTCOMES", "Answer", "Deadlines", "Finished"]
+__all__ = [
+    "OUTCOMES",
+    "Answer",
+    "Asked",
+    "Deadlines",
+    "Finished",
+    "Job",
+    "Question",
+    "Request",
+    "runs",
+    "trace_id",
+]
+
+REQUEST_ID_BYTES_MAX = 128
+"""Of the engine's request id in the daemon's trace."""
 
 OUTCOMES: Final = (
     "lookup_hit",
@@ -62,3 +79,54 @@ class Finished:
     keys: tuple[bytes, ...]
     seconds: float
     bytes: int
+
+
+@dataclass(slots=True)
+class Asked:
+    """One key of one request. `failed`: it was there and could not be loaded."""
+
+    key: bytes
+    answer: Answer = Answer.RETRY
+    asked_ns: int = 0
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    keys: dict[bytes, Asked] = field(default_factory=dict)
+    new: list[Asked] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    request_id: str
+    asked: tuple[Asked, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`keys[i]` belongs to `rows[i]`; `chain`: the prompt's keys up to the last of them."""
+
+    submitted_ns: int
+    job_id: int
+    request_id: str
+    load: bool
+    keys: tuple[bytes, ...]
+    rows: tuple[int, ...]
+    chain: tuple[bytes, ...] = ()
+
+
+def runs(indexes: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending indexes as ranges without a gap: (first, end)."""
+    runs: list[tuple[int, int]] = []
+    for index in indexes:
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs
+
+
+def trace_id(request_id: str) -> str:
+    """As much of it as the daemon's trace takes."""
+    return request_id.encode("utf-8", "replace")[:REQUEST_ID_BYTES_MAX].decode("utf-8", "ignore")

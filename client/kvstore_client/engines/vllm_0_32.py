@@ -20,10 +20,16 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from kvstore_client.engines.refused import Refused
-from kvstore_client.engines.vllm_facts import Facts
+from kvstore_client.engines.vllm_facts import CacheGroup, Facts
 
 __all__ = ["facts_of"]
 
@@ -39,10 +45,9 @@ def facts_of(spec: Any, row_bytes: int) -> Facts:
     config, caches = _from_frames()
     offloading = spec.config
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    groups = offloading.groups
-    if not groups:
-        raise Refused("the engine has no cache group that could be stored")
-    kv_spec = caches.kv_cache_groups[groups[0].group_id].kv_cache_spec
+    offloaded = [group.group_id for group in offloading.groups]
+    if not offloaded or offloaded != list(range(len(caches.kv_cache_groups))):
+        raise Refused(f"vLLM offloads {offloaded} of {len(caches.kv_cache_groups)} cache groups")
     copies = 1 if spec.replicated_layout else offloading.parallel.world_size
     on_cpu = config.device_config.device_type == "cpu"
     return Facts(
@@ -60,15 +65,11 @@ def facts_of(spec: Any, row_bytes: int) -> Facts:
         hash_algorithm=str(cache.prefix_caching_hash_algo),
         hash_seed=get_none_hash_seed(),
         hash_tokens=offloading.cache.tokens_per_hash,
-        block_tokens=groups[0].tokens_per_block,
         blocks_per_row=offloading.cache.blocks_per_chunk,
-        groups=len(caches.kv_cache_groups),
-        attention=_attention_of(kv_spec),
-        layers=len(groups[0].layer_names),
+        groups=tuple(
+            _group_of(config, caches, group, on_cpu=on_cpu) for group in offloading.groups
+        ),
         query_heads=int(model.hf_text_config.num_attention_heads),
-        kv_heads_per_rank=int(getattr(kv_spec, "num_kv_heads", 0)),
-        head_size=int(getattr(kv_spec, "head_size", 0)),
-        value_head_size=int(getattr(kv_spec, "head_size_v", 0) or 0),
         kv_dtype=str(offloading.model.dtype),
         dynamic_scales=bool(getattr(cache, "calculate_kv_scales", False)),
         copies=copies,
@@ -83,8 +84,6 @@ def facts_of(spec: Any, row_bytes: int) -> Facts:
         executor=str(parallel.distributed_executor_backend or "uni"),
         layout=str(offloading.kv_cache_layout or ""),
         canonical=bool(offloading.canonical_layout),
-        attention_backend=_backend_of(config, groups[0].layer_names, kv_spec),
-        cpu_isa=_cpu_isa(config, kv_spec) if on_cpu else "",
         on_cpu=on_cpu,
     )
 
@@ -106,16 +105,43 @@ def _from_frames() -> tuple[VllmConfig, KVCacheConfig]:
     raise Refused("the tier was not made by vLLM's OffloadingConnector")
 
 
-def _attention_of(kv_spec: Any) -> str:
-    """Exact types: a subclass keeps something else in its pages."""
+def _group_of(
+    config: VllmConfig, caches: KVCacheConfig, offloaded: Any, *, on_cpu: bool
+) -> CacheGroup:
+    group = caches.kv_cache_groups[offloaded.group_id]
+    kv_spec = group.kv_cache_spec
+    kind, window_tokens = _kind_of(kv_spec)
+    if len(caches.kv_cache_groups) > 1 and getattr(group, "is_eagle_group", False):
+        kind = "draft"  # its last block is written again; vLLM treats it apart
+    return CacheGroup(
+        kind=kind,
+        window_tokens=window_tokens,
+        layers=tuple(offloaded.layer_names),
+        block_tokens=offloaded.tokens_per_block,
+        kv_heads_per_rank=int(getattr(kv_spec, "num_kv_heads", 0)),
+        head_size=int(getattr(kv_spec, "head_size", 0)),
+        value_head_size=int(getattr(kv_spec, "head_size_v", 0) or 0),
+        page_bytes=int(kv_spec.page_size_bytes),
+        dtype=str(getattr(kv_spec, "dtype", "")).removeprefix("torch."),
+        backend=_backend_of(config, offloaded.layer_names, kv_spec),
+        isa=_cpu_isa(config, kv_spec) if on_cpu else "",
+    )
+
+
+def _kind_of(kv_spec: Any) -> tuple[str, int]:
+    """Kind, and how many tokens of context. Exact types: a subclass keeps something else in its
+    pages. Full attention has a window where vLLM keeps all blocks of layers that look back less.
+    """
     if type(kv_spec) is FullAttentionSpec:
-        window = getattr(kv_spec, "sliding_window", None) or getattr(
-            kv_spec, "attention_chunk_size", None
-        )
-        return "full" if window is None else "window"
+        window = kv_spec.sliding_window or kv_spec.attention_chunk_size
+        return "full", int(window or 0)
     if type(kv_spec) is MLAAttentionSpec:
-        return "mla"
-    return type(kv_spec).__name__
+        return "mla", 0
+    if type(kv_spec) is SlidingWindowSpec:
+        return "window", int(kv_spec.sliding_window)
+    if type(kv_spec) is ChunkedLocalAttentionSpec:
+        return "chunk", int(kv_spec.attention_chunk_size)
+    return type(kv_spec).__name__, 0
 
 
 def _commit_of(hf_config: Any) -> str:

@@ -11,8 +11,10 @@ placement: one process writes whole rows for all of them.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,9 +34,12 @@ from kvstore_client.effective_config import effective_config_digest
 from kvstore_client.engines.refused import Refused
 
 __all__ = [
+    "CacheGroup",
     "Facts",
     "fingerprint_of",
+    "group_of",
     "key_of",
+    "leading_group",
     "refusal",
     "weights_folder",
     "why_unnamed",
@@ -62,6 +67,54 @@ FOLDER_FORMATS: Final = frozenset(
 GGUF: Final = "gguf"
 """Of a commit's files in this format one is loaded, and the commit does not tell which."""
 
+WHOLE: Final = ("full", "mla")
+"""Kinds of groups that need each block of a prompt."""
+RECENT: Final = ("window", "chunk")
+"""Kinds that need the last blocks only. Of both vLLM restores blocks as they are; a recurrent state
+or what a decoder keeps of an encoder is no such block.
+"""
+NO_GROUP: Final = -1
+GROUP_BYTES: Final = 4
+"""Of an engine's key: the group's index, in the order of Facts.groups."""
+WORDS_BYTES_MAX: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers of one kind, whose blocks vLLM keeps and looks up beside those of other groups.
+
+    kind: one of WHOLE or RECENT, or the name of what it is. window_tokens: that a layer looks back,
+    or of the chunk that it stays in; 0: all. layers: their names. page_bytes: of one layer's part
+    of a block, on one rank. backend, isa "": unknown; isa is of an engine on a CPU.
+    """
+
+    kind: str
+    window_tokens: int
+    layers: tuple[str, ...]
+    block_tokens: int
+    kv_heads_per_rank: int
+    head_size: int
+    value_head_size: int
+    page_bytes: int
+    dtype: str
+    backend: str
+    isa: str
+
+    @property
+    def rank_block_bytes(self) -> int:
+        return self.page_bytes * len(self.layers)
+
+    @property
+    def page_numbers(self) -> int:
+        """Numbers of K and V in a page if there is nothing else in it."""
+        both = self.head_size if self.kind == "mla" else self.head_size + self.value_head_size
+        return self.block_tokens * self.kv_heads_per_rank * both
+
+    def words(self) -> str:
+        window = f"/{self.window_tokens}" if self.window_tokens else ""
+        heads = f"{len(self.layers)}x{self.kv_heads_per_rank}x{self.head_size}"
+        return f"{self.kind}{window}:{heads}:{self.dtype}:{self.backend}:{self.isa}"
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -70,12 +123,11 @@ class Facts:
     model: path or id. commit: the hub's commit of the configuration, "" if it is not from there.
     config_from: where the configuration is from if it is not beside the weights, else "".
     config: the model's configuration in effect, as nested plain values. settings: further settings
-    that change K or V. attention: of the only group: "full", "mla", or the name of what it is.
+    that change K or V. groups: all of them, by index; a row holds a block of any one of them.
     copies: how many ranks' bytes a row holds, one after the other. row_bytes: of a row with its
-    padding. attention_backend "", cpu_isa "": unknown. adapters: LoRA is enabled. multimodal: the
-    model takes more than tokens. updates: settings by which other code may change the weights while
-    the engine runs, "" if there are none. draft: a model of its own that speculates, "" if there is
-    none.
+    padding. adapters: LoRA is enabled. multimodal: the model takes more than tokens. updates:
+    settings by which other code may change the weights while the engine runs, "" if there are none.
+    draft: a model of its own that speculates, "" if there is none.
     """
 
     vllm_version: str
@@ -92,15 +144,9 @@ class Facts:
     hash_algorithm: str
     hash_seed: str
     hash_tokens: int
-    block_tokens: int
     blocks_per_row: int
-    groups: int
-    attention: str
-    layers: int
+    groups: tuple[CacheGroup, ...]
     query_heads: int
-    kv_heads_per_rank: int
-    head_size: int
-    value_head_size: int
     kv_dtype: str
     dynamic_scales: bool
     copies: int
@@ -113,9 +159,12 @@ class Facts:
     executor: str
     layout: str
     canonical: bool
-    attention_backend: str
-    cpu_isa: str
     on_cpu: bool
+
+    @property
+    def widest(self) -> CacheGroup:
+        """The group whose blocks fill a row; those of others may leave some of it."""
+        return max(self.groups, key=lambda group: group.rank_block_bytes)
 
 
 def refusal(facts: Facts) -> str:
@@ -142,22 +191,48 @@ def refusal(facts: Facts) -> str:
             f"{facts.draft} speculates, and its layers may lie in the same rows, while nothing "
             "names its weights: start the engine without a draft model of its own"
         )
-    if facts.groups != 1 or facts.attention not in ("full", "mla"):
-        return (
-            f"the model has {facts.groups} cache groups, the first of the kind {facts.attention}; "
-            "stored are models with one group of full attention"
-        )
+    why = _refusal_of_groups(facts)
+    if why:
+        return why
     if facts.context_parallel > 1:
         return "tokens of a block are spread over ranks (context parallelism)"
     if facts.kv_dtype not in KV_DTYPES:
         return f"the KV type {facts.kv_dtype} is not one of {', '.join(sorted(KV_DTYPES))}"
     if facts.dynamic_scales:
         return "KV scales are calculated from the first requests: set calculate_kv_scales=False"
-    if facts.value_head_size != facts.head_size and facts.attention != "mla":
-        return "K and V have heads of different sizes"
     if not 0 < facts.content_bytes <= facts.row_bytes:
         return f"a row has {facts.row_bytes} bytes, its blocks {facts.content_bytes}"
     return ""
+
+
+def _refusal_of_groups(facts: Facts) -> str:
+    groups = facts.groups
+    for index, group in enumerate(groups):
+        if group.kind not in (*WHOLE, *RECENT):
+            return (
+                f"cache group {index} of {len(groups)} is of the kind {group.kind}; "
+                "stored are full attention, MLA, sliding windows and local chunks"
+            )
+        if group.value_head_size != group.head_size and group.kind != "mla":
+            return "K and V have heads of different sizes"
+    if len(groups) == 1:
+        return ""
+    sizes = sorted({group.block_tokens for group in groups})
+    if len(sizes) > 1:
+        return f"cache groups have blocks of different sizes: {sizes} tokens"
+    if facts.pipeline_parallel > 1:
+        return "the model has several cache groups, and pipeline stages share them out"
+    one = groups[0]
+    if any(one.page_bytes * g.page_numbers != g.page_bytes * one.page_numbers for g in groups):
+        pages = [group.page_bytes for group in groups]
+        return f"pages of cache groups have {pages} bytes: not K and V alone are in them"
+    return ""
+
+
+def leading_group(facts: Facts) -> int:
+    """The index of the first group that needs each block of a prompt; NO_GROUP if none does."""
+    whole = (index for index, group in enumerate(facts.groups) if group.kind in WHOLE)
+    return next(whole, NO_GROUP)
 
 
 def fingerprint_of(
@@ -213,34 +288,63 @@ def _name_of(model: str) -> str:
 
 
 def _geometry(facts: Facts) -> Geometry:
-    if facts.attention == "mla":
+    """Of the group that fills a row, which tells how many bytes a block has; the others are in
+    `cache_group`, in words.
+    """
+    group = facts.widest
+    if group.kind == "mla":
         return Geometry(
             attention="mla",
-            layers=facts.layers * facts.copies,
+            layers=len(group.layers) * facts.copies,
             kv_heads=1,
             head_size=0,
-            kv_latent_size=facts.head_size,
+            kv_latent_size=group.head_size,
+            cache_group=_groups_in_words(facts),
         )
-    kv_heads = facts.kv_heads_per_rank * facts.copies // facts.pipeline_parallel
+    kv_heads = group.kv_heads_per_rank * facts.copies // facts.pipeline_parallel
     return Geometry(
         attention=attention_kind(max(facts.query_heads, kv_heads), kv_heads),
-        layers=facts.layers * facts.pipeline_parallel,
+        layers=len(group.layers) * facts.pipeline_parallel,
         kv_heads=kv_heads,
-        head_size=facts.head_size,
+        head_size=group.head_size,
+        cache_group=_groups_in_words(facts),
+        window_tokens=group.window_tokens,
     )
+
+
+def _groups_in_words(facts: Facts) -> str:
+    """All groups in their order, equal ones that follow each other as one, and a digest with the
+    names of their layers; "" for the only group of a model that looks back to its first token.
+    """
+    if len(facts.groups) == 1 and not facts.groups[0].window_tokens:
+        return ""
+    exact = "\n".join(f"{group.words()} {','.join(group.layers)}" for group in facts.groups)
+    digest = hashlib.sha256(exact.encode()).hexdigest()[:16]
+    runs = [
+        (words, sum(1 for _ in run))
+        for words, run in itertools.groupby(group.words() for group in facts.groups)
+    ]
+    words = " ".join(f"{count}*{words}" if count > 1 else words for words, count in runs)
+    return f"{words[: WORDS_BYTES_MAX - len(digest) - 2]} #{digest}"
 
 
 def _encoding(facts: Facts) -> Encoding:
     quantised = KV_DTYPES[facts.kv_dtype].startswith("float8")
     return Encoding(
         kv_dtype=KV_DTYPES[facts.kv_dtype],
-        block_tokens=facts.block_tokens * facts.blocks_per_row,
+        block_tokens=facts.widest.block_tokens * facts.blocks_per_row,
         element_order=f"vllm/{facts.layout}{'/canonical' if facts.canonical else ''}",
         scales_digest=CHECKPOINT_SCALES if quantised else None,
         layout_version=_layout_version(facts),
-        attention_backend=facts.attention_backend or None,
-        cpu_isa=(facts.cpu_isa or None) if facts.on_cpu else NO_CPU_ISA,
+        attention_backend=_of_all(group.backend for group in facts.groups),
+        cpu_isa=_of_all(group.isa for group in facts.groups) if facts.on_cpu else NO_CPU_ISA,
     )
+
+
+def _of_all(names: Iterable[str]) -> str | None:
+    """None if one is unknown."""
+    different = set(names)
+    return "+".join(sorted(different)) if all(different) else None
 
 
 def _layout_version(facts: Facts) -> str:
@@ -253,7 +357,7 @@ def _layout_version(facts: Facts) -> str:
     return (
         f"kvstore-vllm/{ADAPTER_FORMAT} vllm={facts.vllm_version} "
         f"tp={facts.tensor_parallel} pp={facts.pipeline_parallel} copies={facts.copies} "
-        f"block={facts.block_tokens}x{facts.blocks_per_row} "
+        f"block={facts.widest.block_tokens}x{facts.blocks_per_row} "
         f"hash={algorithm}/{facts.hash_tokens}/{seed[:64]}"
     )
 
@@ -285,7 +389,12 @@ def why_unnamed(facts: Facts) -> str:
 
 
 def key_of(engine_key: bytes) -> BlockKey:
-    """The store's key for an OffloadKey: vLLM's hash of the whole prefix, and a group index of 4
-    bytes. BadRequest if it is too short to be one.
+    """The store's key for an OffloadKey: vLLM's hash of the whole prefix, and the group's index.
+    BadRequest if it is too short to be one.
     """
     return chain_digests([engine_key])[0]
+
+
+def group_of(engine_key: bytes) -> int:
+    """The index of the group whose block an OffloadKey names."""
+    return int.from_bytes(engine_key[-GROUP_BYTES:], "big")

@@ -48,7 +48,9 @@ from kvstore_client.engines.refused import Refused
 from kvstore_client.engines.vllm_facts import (
     Facts,
     fingerprint_of,
+    group_of,
     key_of,
+    leading_group,
     weights_folder,
     why_unnamed,
 )
@@ -160,6 +162,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
             rows,
             facts.content_bytes,
             key_of,
+            group_of=group_of,
+            leading=leading_group(facts),
             deadlines=deadlines,
             durable=bool(options.durable),
         )
@@ -205,8 +209,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
 
     @staticmethod
     def _submit_load(tier: AsyncTier, job: TransferJob) -> None:
+        """vLLM asks for a window from its end."""
+        end_of = job.req_context._offload_key_positions
         rows = np.asarray(job.chunk_ids).tolist()
-        tier.submit_load(job.job_id, job.req_context.req_id, list(job.keys), rows)
+        pairs = sorted(zip(job.keys, rows, strict=True), key=lambda pair: end_of.get(pair[0], 0))
+        keys, rows = [key for key, _ in pairs], [row for _, row in pairs]
+        tier.submit_load(job.job_id, job.req_context.req_id, keys, rows)
 
     def _submit_store(self, tier: AsyncTier, job: TransferJob) -> None:
         keys, rows = list(job.keys), np.asarray(job.chunk_ids).tolist()
@@ -214,8 +222,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         tier.submit_store(job.job_id, job.req_context.req_id, keys, rows, _until(chain, keys))
 
     def _chain(self, context: ReqContext) -> list[bytes]:
-        """The keys of the request's chunks from its first token on; vLLM adds to them as the
-        request grows.
+        """The keys of the request's chunks, of each group from its first token on; vLLM adds to
+        them as the request grows.
         """
         positions = context._offload_key_positions
         chain = self._chains.setdefault(context.req_id, [])

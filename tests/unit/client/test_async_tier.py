@@ -17,7 +17,7 @@ from kvstore_client import Client, ClientConfig, PrefillCost
 from kvstore_client.engines.async_tier import Answer, AsyncTier, Deadlines
 from kvstore_client.engines.lanes import Lane
 from kvstore_client.engines.model_spaces import ModelSpaces
-from kvstore_client.engines.vllm_facts import key_of
+from kvstore_client.engines.vllm_facts import group_of, key_of
 from kvstore_client.testing import NEVER, FakeClock, FakeStore, FakeTransport, refusal
 from tests.client_kit import model, rows
 
@@ -89,6 +89,10 @@ class Stage:
 def engine_keys(count: int, prompt: int = 0) -> list[bytes]:
     """As vLLM has them: a hash of the prefix and a group index."""
     return [bytes([prompt, index]) * 16 + bytes(4) for index in range(count)]
+
+
+def of_group(keys: list[bytes], group: int) -> list[bytes]:
+    return [key[:-4] + group.to_bytes(4, "big") for key in keys]
 
 
 @pytest.fixture
@@ -595,3 +599,108 @@ def test_a_lane_goes_on_after_a_job_that_raises() -> None:
     assert (ran, failed) == ([0, 2], [1])
     assert lane.close() == []
     assert not lane.submit(3)
+
+
+# ---------------------------------------------------------------- several cache groups
+
+
+@pytest.fixture
+def grouped(store: FakeStore) -> Iterator[Stage]:
+    """Group 1 needs each block of a prompt, group 0 the last ones."""
+    made = Stage(store, group_of=group_of, leading=1)
+    yield made
+    made.tier.close()
+
+
+def test_a_gap_in_one_group_is_none_in_another(grouped: Stage) -> None:
+    whole, window = of_group(engine_keys(4), 1), engine_keys(4)
+    filled(grouped, 6)
+    # As vLLM offers them: one job, one chain of all groups, of the window what was still there.
+    done = grouped.put(
+        [*window[2:], *whole],
+        [0, 1, 2, 3, 4, 5],
+        chain=[*window[:3], *whole[:3], window[3], whole[3]],
+    )
+    assert done.success
+    assert grouped.ask([*whole, *reversed(window)]) == [
+        *[Answer.HIT] * 4, Answer.HIT, Answer.HIT, Answer.MISS, Answer.MISS,
+    ]  # fmt: skip
+    grouped.store.drop([key_of(whole[1]), key_of(window[3])])
+    assert grouped.ask([*whole, *reversed(window)], "later") == [
+        Answer.HIT, Answer.MISS, Answer.MISS, Answer.MISS,
+        Answer.MISS, Answer.HIT, Answer.MISS, Answer.MISS,
+    ]  # fmt: skip
+
+
+def test_each_group_gets_its_own_bytes(grouped: Stage) -> None:
+    whole, window = of_group(engine_keys(3), 1), engine_keys(3)
+    expected = filled(grouped, 6)
+    grouped.put([*window, *whole], [0, 1, 2, 3, 4, 5])
+    grouped.rows[:] = 0
+    done = grouped.load([*whole, *window], [6, 7, 8, 9, 10, 11])
+    assert done.success
+    assert (grouped.rows[6:12, :CONTENT_BYTES] == expected[[3, 4, 5, 0, 1, 2]]).all()
+
+
+def test_what_one_group_lacks_at_the_load_fails_no_other(grouped: Stage) -> None:
+    whole, window = of_group(engine_keys(4), 1), engine_keys(4)
+    expected = filled(grouped, 8)
+    grouped.put([*window, *whole], list(range(8)))
+    asked = [*whole, *window]
+    assert grouped.ask(asked) == [Answer.HIT] * 8
+    grouped.store.drop([key_of(whole[2]), key_of(window[0]), key_of(window[2])])
+    grouped.rows[:] = 0
+    done = grouped.load(asked, list(range(8)))
+    assert not done.success
+    assert set(done.keys) == {whole[0], whole[1], window[1], window[3]}
+    assert (grouped.rows[[0, 1, 5, 7], :CONTENT_BYTES] == expected[[4, 5, 1, 3]]).all()
+    assert grouped.ask(asked) == [
+        Answer.HIT, Answer.HIT, Answer.MISS, Answer.MISS,
+        Answer.MISS, Answer.HIT, Answer.MISS, Answer.HIT,
+    ]  # fmt: skip
+    assert grouped.tier.counted()["load_failed"] == 4
+
+
+def test_a_daemon_that_is_away_is_asked_once_a_group(store: FakeStore) -> None:
+    asked = 0
+
+    def answer(method: str, request: Any) -> Any:
+        nonlocal asked
+        if method == "Acquire":
+            asked += 1
+            return grpc.StatusCode.UNAVAILABLE
+        return store.answer(method, request)
+
+    stage = Stage(store, answer, group_of=group_of, leading=1)
+    whole, window = of_group(engine_keys(4), 1), engine_keys(4)
+    filled(stage, 8)
+    stage.put([*window, *whole], list(range(8)))
+    done = stage.load([*whole, *window], list(range(8)))
+    assert not done.keys
+    assert asked == 2
+    stage.tier.close()
+
+
+def test_windows_are_asked_beside_the_prompt_and_counted_as_none(grouped: Stage) -> None:
+    whole, window = of_group(engine_keys(3), 1), engine_keys(3)
+    filled(grouped, 6)
+    grouped.put([*window, *whole], list(range(6)))
+    before = grouped.store.requests["Lookup"]
+    grouped.tier.counted()
+    assert grouped.ask([*whole, *window]) == [Answer.HIT] * 6
+    assert grouped.store.requests["Lookup"] - before == 2
+    assert grouped.tier.counted() == {"lookup_hit": 6}
+
+
+def test_a_question_about_a_window_that_is_late_is_a_miss(store: FakeStore) -> None:
+    def answer(method: str, request: Any) -> Any:
+        if method == "Lookup":
+            engine.clock.advance(0.3)
+        return store.answer(method, request)
+
+    engine = Stage(store, answer, group_of=group_of, leading=1)
+    whole, window = of_group(engine_keys(2), 1), engine_keys(2)
+    filled(engine, 4)
+    engine.put([*window, *whole], list(range(4)))
+    assert engine.ask([*whole, *window])[2:] == [Answer.MISS] * 2
+    engine.tier.close()

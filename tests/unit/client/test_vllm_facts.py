@@ -22,8 +22,13 @@ from kvstore_client.engines.model_spaces import ModelSpaces, changed_files, proc
 from kvstore_client.engines.options import Options
 from kvstore_client.engines.refused import Refused
 from kvstore_client.engines.vllm_facts import (
+    NO_GROUP,
+    CacheGroup,
     Facts,
     fingerprint_of,
+    group_of,
+    key_of,
+    leading_group,
     refusal,
     weights_folder,
     why_unnamed,
@@ -37,8 +42,36 @@ DOUBLE = {"content_bytes": 131_072, "row_bytes": 131_072}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def facts(**changed: Any) -> Facts:
+def group(**changed: Any) -> CacheGroup:
     """4 layers, 2 KV heads of 64, blocks of 32 tokens in bfloat16: 64 KiB."""
+    plain = CacheGroup(
+        kind="full",
+        window_tokens=0,
+        layers=("0", "1", "2", "3"),
+        block_tokens=32,
+        kv_heads_per_rank=2,
+        head_size=64,
+        value_head_size=64,
+        page_bytes=16_384,
+        dtype="bfloat16",
+        backend="CPU_ATTN",
+        isa="vec/AVX512",
+    )
+    return dataclasses.replace(plain, **changed)
+
+
+WINDOW = group(kind="window", window_tokens=128, layers=("4", "5", "6", "7"))
+IN_GROUP = {field.name for field in dataclasses.fields(CacheGroup)}
+
+
+def hybrid(**changed: Any) -> Facts:
+    """With a sliding window in every second group; `changed`: of that group."""
+    return facts(groups=(group(), dataclasses.replace(WINDOW, **changed)))
+
+
+def facts(**changed: Any) -> Facts:
+    """Of one group, whose own fields may be given, too."""
+    of_group = {name: changed.pop(name) for name in IN_GROUP & set(changed)}
     plain = Facts(
         vllm_version="0.32.0",
         model="org/model",
@@ -54,15 +87,9 @@ def facts(**changed: Any) -> Facts:
         hash_algorithm="sha256_cbor",
         hash_seed="seed",
         hash_tokens=32,
-        block_tokens=32,
         blocks_per_row=1,
-        groups=1,
-        attention="full",
-        layers=4,
+        groups=(group(**of_group),),
         query_heads=4,
-        kv_heads_per_rank=2,
-        head_size=64,
-        value_head_size=64,
         kv_dtype="bfloat16",
         dynamic_scales=False,
         copies=1,
@@ -75,8 +102,6 @@ def facts(**changed: Any) -> Facts:
         executor="uni",
         layout="LBHNC",
         canonical=False,
-        attention_backend="CPU_ATTN",
-        cpu_isa="vec/AVX512",
         on_cpu=True,
     )
     return dataclasses.replace(plain, **changed)
@@ -104,13 +129,13 @@ def test_the_fingerprint_is_complete_and_says_the_row() -> None:
         ({"vllm_version": "0.32.1"}, "encoding.layout_version"),
         ({"layout": "LBNHC"}, "encoding.element_order"),
         ({"canonical": True}, "encoding.element_order"),
-        ({"attention_backend": "FLASH_ATTN"}, "encoding.attention_backend"),
-        ({"cpu_isa": "amx/AVX512"}, "encoding.cpu_isa"),
+        ({"backend": "FLASH_ATTN"}, "encoding.attention_backend"),
+        ({"isa": "amx/AVX512"}, "encoding.cpu_isa"),
         ({"on_cpu": False}, "encoding.cpu_isa"),
         ({"kv_dtype": "float16"}, "encoding.kv_dtype"),
         ({"block_tokens": 64, **DOUBLE}, "encoding.block_tokens"),
         ({"blocks_per_row": 2, **DOUBLE}, "encoding.block_tokens"),
-        ({"layers": 8, **DOUBLE}, "geometry.layers"),
+        ({"layers": tuple("abcdefgh"), **DOUBLE}, "geometry.layers"),
         ({"tensor_parallel": 2, "copies": 2, "kv_heads_per_rank": 1}, "encoding.layout_version"),
     ],
 )  # fmt: skip
@@ -134,9 +159,15 @@ def test_where_the_model_lies_and_who_wrote_its_config_does_not_matter() -> None
         ({"adapters": True}, "enable_lora"),
         ({"draft": "org/draft"}, "org/draft speculates"),
         ({"multimodal": True}, "images or sounds"),
-        ({"groups": 2}, "2 cache groups"),
-        ({"attention": "window"}, "kind window"),
-        ({"attention": "MambaSpec"}, "kind MambaSpec"),
+        ({"kind": "MambaSpec"}, "kind MambaSpec"),
+        ({"kind": "CrossAttentionSpec"}, "kind CrossAttentionSpec"),
+        ({"groups": (group(), group(kind="MambaSpec"))}, "group 1 of 2 is of the kind MambaSpec"),
+        ({"groups": (group(), group(kind="draft"))}, "kind draft"),
+        ({"groups": (group(), group(block_tokens=16))}, r"different sizes: \[16, 32\] tokens"),
+        ({"groups": (group(), WINDOW), "pipeline_parallel": 2}, "pipeline stages"),
+        ({"groups": (group(), group(page_bytes=16_448))}, "not K and V alone"),
+        ({"groups": (group(), WINDOW), "content_bytes": 131_072, "row_bytes": 131_072}, "expected"),
+        ({"groups": (group(), group(value_head_size=32))}, "different sizes"),
         ({"context_parallel": 2}, "context parallelism"),
         ({"kv_dtype": "fp4"}, "KV type fp4"),
         ({"dynamic_scales": True}, "calculate_kv_scales"),
@@ -154,6 +185,75 @@ def test_what_cannot_be_stored_is_refused_with_the_reason(
         fingerprint_of(facts(**changed))
 
 
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"window_tokens": 256}, "geometry.cache_group"),
+        ({"kind": "chunk"}, "geometry.cache_group"),
+        ({"kind": "full", "window_tokens": 0}, "geometry.cache_group"),
+        ({"layers": ("4", "5", "6")}, "geometry.cache_group"),
+        ({"layers": ("4", "5", "6", "8")}, "geometry.cache_group"),
+        ({"kv_heads_per_rank": 1, "head_size": 128, "value_head_size": 128},
+         "geometry.cache_group"),
+        ({"dtype": "float16"}, "geometry.cache_group"),
+        ({"backend": "FLASH_ATTN"}, "geometry.cache_group"),
+        ({"backend": "FLASH_ATTN"}, "encoding.attention_backend"),
+        ({"isa": "amx/AVX512"}, "encoding.cpu_isa"),
+    ],
+)  # fmt: skip
+def test_each_fact_of_each_group_is_named(changed: dict[str, Any], field: str) -> None:
+    plain = fingerprint_of(hybrid())
+    assert plain.missing() == ()
+    assert layout_of(plain).block_bytes == 65_536, "a row holds a block of either group"
+    differences = plain.differences(fingerprint_of(hybrid(**changed)))
+    assert field in [difference.field for difference in differences]
+
+
+def test_groups_in_another_order_and_another_grouping_are_other_models() -> None:
+    """The index of a group is in the engine's keys."""
+    half = {"content_bytes": 32_768, "row_bytes": 32_768}
+    parts = [group(layers=("0", "1")), group(layers=("2", "3"))]
+    two = [dataclasses.replace(WINDOW, layers=part.layers) for part in parts]
+    made = [
+        facts(),
+        hybrid(),
+        facts(groups=(WINDOW, group())),
+        facts(groups=(WINDOW,)),
+        facts(groups=(group(window_tokens=128),)),
+        facts(groups=(*parts, *two), **half),
+        facts(groups=(parts[0], *two, parts[1]), **half),
+    ]
+    prints = [fingerprint_of(one) for one in made]
+    assert len({one.digest for one in prints}) == len(made)
+    assert fingerprint_of(facts()).geometry.cache_group == "", "one group: as it always was"
+    assert [leading_group(one) for one in made] == [0, 0, 1, NO_GROUP, 0, 0, 0]
+    assert "2*full:2x2x64" in prints[5].geometry.cache_group
+    assert prints[3].geometry.window_tokens == 128
+
+
+def test_a_group_with_fewer_layers_leaves_some_of_its_row() -> None:
+    ragged = hybrid(layers=("4",))
+    assert layout_of(fingerprint_of(ragged)).block_bytes == 65_536
+    assert fingerprint_of(facts(groups=(WINDOW, group(layers=("0",))))).geometry.layers == 4
+
+
+def test_many_groups_have_a_name_that_the_daemon_takes() -> None:
+    many = [
+        group(layers=(str(index),), kind="chunk", window_tokens=index + 1) for index in range(40)
+    ]
+    sizes = {"content_bytes": 16_384, "row_bytes": 16_384}
+    name = fingerprint_of(facts(groups=tuple(many), **sizes)).geometry.cache_group
+    assert len(name.encode()) <= 256
+    many[-1] = dataclasses.replace(many[-1], window_tokens=77)
+    assert fingerprint_of(facts(groups=tuple(many), **sizes)).geometry.cache_group != name
+
+
+def test_one_prefix_has_a_key_for_each_group() -> None:
+    first, second = (bytes(32) + index.to_bytes(4, "big") for index in (0, 1))
+    assert (group_of(first), group_of(second)) == (0, 1)
+    assert key_of(first) != key_of(second)
+
+
 def test_padding_and_ranks_and_latents_are_understood() -> None:
     assert not refusal(facts(row_bytes=69_632))
     two = facts(tensor_parallel=2, copies=2, kv_heads_per_rank=1)
@@ -162,7 +262,7 @@ def test_padding_and_ranks_and_latents_are_understood() -> None:
                     row_bytes=131_072)  # fmt: skip
     assert fingerprint_of(doubled).geometry.kv_heads == 4, "replicas are in the row, too"
     latent = facts(
-        attention="mla", kv_heads_per_rank=1, head_size=576, value_head_size=512,
+        kind="mla", kv_heads_per_rank=1, head_size=576, value_head_size=512,
         content_bytes=4 * 32 * 576 * 2, row_bytes=151_552,
     )  # fmt: skip
     assert layout_of(fingerprint_of(latent)).block_bytes == 147_456
@@ -170,8 +270,8 @@ def test_padding_and_ranks_and_latents_are_understood() -> None:
 
 def test_what_is_unknown_is_held_not_guessed() -> None:
     assert fingerprint_of(facts(commit="")).missing() == ("identity.weights_revision",)
-    assert fingerprint_of(facts(attention_backend="")).missing() == ("encoding.attention_backend",)
-    assert fingerprint_of(facts(cpu_isa="")).missing() == ("encoding.cpu_isa",)
+    assert fingerprint_of(facts(backend="")).missing() == ("encoding.attention_backend",)
+    assert fingerprint_of(facts(isa="")).missing() == ("encoding.cpu_isa",)
     odd = facts(config={"a": object()})
     assert fingerprint_of(odd).missing() == ("identity.config_digest",)
     assert fingerprint_of(facts(kv_dtype="fp8", content_bytes=32_768)).missing() == ()
