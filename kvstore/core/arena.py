@@ -39,6 +39,10 @@ def slots_within(total_bytes: int, slot_bytes: int) -> int:
     return slots
 
 
+def _rounded_up(total_bytes: int, granule_bytes: int) -> int:
+    return -(-total_bytes // granule_bytes) * granule_bytes
+
+
 class Shape(NamedTuple):
     """Size of a region to be."""
 
@@ -137,12 +141,15 @@ class Arena:
 
     def shape(self, slot_bytes: int, room_bytes: int) -> Shape | None:
         """The region that `room_bytes` allow: an ordinary one, a smaller one, or None."""
+        granule_bytes = self.spec.granule_bytes
         slots_min = self.limits.region_slots_min
         want = max(self.region_bytes, header_bytes(slots_min) + slots_min * slot_bytes)
+        want = _rounded_up(want, granule_bytes)
+        room_bytes = room_bytes // granule_bytes * granule_bytes
         slots = slots_within(min(want, room_bytes), slot_bytes)
         if not slots:
             return None
-        total = header_bytes(slots) + slots * slot_bytes
+        total = _rounded_up(header_bytes(slots) + slots * slot_bytes, granule_bytes)
         if want <= room_bytes and want - total <= want // TRIM_SHARE:
             total = want
         return Shape(slots, total)
@@ -207,7 +214,7 @@ class Arena:
         if shape is None:
             return []
         ranked = self._candidates(pool, within is not None, now_ns)
-        least = header_bytes(1) + pool.slot_bytes
+        least = _rounded_up(header_bytes(1) + pool.slot_bytes, self.spec.granule_bytes)
         return self._claim(pool, shape.total_bytes, least, ranked, tenant)
 
     def press_ahead(self, pool: Pool, slots: int, now_ns: int) -> list[RegionBook]:

@@ -39,12 +39,16 @@ class LeaseMode(enum.Enum):
 
 @dataclass(frozen=True)
 class TierSpec:
-    """One tier. Exactly one pool is the ingest pool: commits and loads go there."""
+    """One tier. Exactly one pool is the ingest pool: commits and loads go there.
+
+    granule_bytes: what a pool's memory comes in; regions are cut to multiples of it.
+    """
 
     name: str
     kind: TierKind
     capacity_bytes: int
     ingest: bool = False
+    granule_bytes: int = PAGE_BYTES
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import logging
 from concurrent.futures import Executor, wait
 
 from kvstore.config import Settings
-from kvstore.model.values import TierKind, TierSpec
+from kvstore.model.values import PAGE_BYTES, TierKind, TierSpec
 from kvstore.mover import CROSS_WORKERS
 from kvstore.policy.links import Link
 from kvstore.tiers.device import DeviceTier
@@ -22,6 +22,8 @@ NAME = "device"
 STAGED_BYTES_PER_SECOND = 10e9
 SHARED_BYTES_PER_SECOND = 200e9
 LATENCY_NS = 200_000
+GRANULE_BYTES = 2 << 20
+"""What memory of NVIDIA's GPUs comes in: cut to less, the last regions would find no room."""
 END_S = 5.0
 """How long the daemon's end waits for the device: copies take milliseconds, unpinning seconds."""
 
@@ -32,7 +34,10 @@ def with_device(settings: Settings, tiers: list[TierSpec]) -> list[TierSpec]:
     """
     if not settings.device.capacity_bytes:
         return tiers
-    spec = TierSpec(NAME, TierKind.POOL, settings.device.capacity_bytes)
+    granule_bytes = PAGE_BYTES if settings.device.driver == "torch-cpu" else GRANULE_BYTES
+    spec = TierSpec(
+        NAME, TierKind.POOL, settings.device.capacity_bytes, granule_bytes=granule_bytes
+    )
     at = 0 if shares(settings) else 1
     return [*tiers[:at], spec, *tiers[at:]]
 

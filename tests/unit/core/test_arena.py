@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.core.arena import header_bytes, slots_within
+from kvstore.core.arena import Arena, header_bytes, slots_within
 from kvstore.core.effects import Assign, Copy, Unassign
 from kvstore.model.reasons import Reason
-from kvstore.model.values import PAGE_BYTES, CoreLimits, Region, TenantSpec
+from kvstore.model.values import (
+    PAGE_BYTES,
+    CoreLimits,
+    Region,
+    TenantSpec,
+    TierKind,
+    TierSpec,
+)
+from kvstore.policy.lru import Lru
 from tests.unit.core.harness import BLOCK, KIB, SECOND, Bench, keys, pool_bytes
 
 MIB = 1024 * KIB
@@ -50,6 +58,36 @@ def test_a_region_has_four_slots_even_if_they_are_large() -> None:
     (region,) = regions(bench)
     assert (region.slot_bytes, region.slots) == (MIB, 4)
     assert region.total_bytes == 4 * MIB + PAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("capacity_bytes", "slot_bytes"),
+    [
+        (10 * 10**9, MIB),
+        (1000 * MIB, MIB),
+        (30 * 1024 * MIB, 3 * MIB),
+        (200 * MIB, 36 * KIB),
+        (7 * MIB, MIB),
+    ],
+)
+def test_regions_of_whole_granules_have_room_for_what_they_hold(
+    capacity_bytes: int, slot_bytes: int
+) -> None:
+    """The slots alone lie in memory that comes in granules, each region in granules of its own."""
+    granule = 2 * MIB
+    spec = TierSpec("device", TierKind.POOL, capacity_bytes, granule_bytes=granule)
+    arena = Arena(0, spec, [TenantSpec("a")], CoreLimits(), lambda tenant, size: Lru())
+    pool = arena.pool("a", slot_bytes)
+    made_bytes = 0
+    while (shape := arena.shape(slot_bytes, arena.room_bytes(pool))) is not None:
+        region = arena.add_region(len(arena.regions) + 1, pool, shape, 0)
+        assert region.total_bytes % granule == 0
+        made_bytes += -(-region.slots * slot_bytes // granule) * granule
+    assert made_bytes <= capacity_bytes
+    assert arena.free_bytes < granule + slot_bytes + PAGE_BYTES
+    if capacity_bytes > 100 * MIB:
+        used_bytes = sum(len(one.slots) for one in arena.regions.values()) * slot_bytes
+        assert used_bytes > 0.9 * capacity_bytes, "little is lost by it"
 
 
 def test_the_last_region_is_smaller_so_that_the_capacity_is_used() -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from kvstore import shm
-from kvstore.model.values import Place, Region
+from kvstore.config import Settings
+from kvstore.config.device import DeviceSettings
+from kvstore.model.values import Place, Region, TierKind, TierSpec
 from kvstore.testing.gpu import RecordingDriver
 from kvstore.tiers.base import Crossing
 from kvstore.tiers.device import DeviceTier
 from kvstore.tiers.disk.threads import DeviceThreads
-from kvstore_server.gpu import end
+from kvstore_server.gpu import NAME, end, with_device
 
 SLOT = 4096
 HUNG_S = 30
@@ -86,3 +89,12 @@ def test_what_is_asked_of_a_device_that_ends_is_refused(stand: Stand) -> None:
     (outcome,) = stand.tier.cross([stand.crossing])
     assert outcome is not None
     assert stand.driver.log[-1] == "close"
+
+
+@pytest.mark.parametrize(("driver", "granule_bytes"), [("cuda", 2 << 20), ("torch-cpu", 4096)])
+def test_the_tier_is_cut_to_what_its_memory_comes_in(
+    driver: Literal["cuda", "torch-cpu"], granule_bytes: int
+) -> None:
+    settings = Settings(device=DeviceSettings(capacity_bytes=1 << 30, driver=driver))
+    _, spec = with_device(settings, [TierSpec("host", TierKind.POOL, 1 << 30, ingest=True)])
+    assert (spec.name, spec.granule_bytes) == (NAME, granule_bytes)
