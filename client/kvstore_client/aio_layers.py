@@ -47,15 +47,7 @@ class AsyncLayerFetch:
 
     async def _closed(self) -> Fetched:
         self._copying.stop()
-        closing = asyncio.ensure_future(asyncio.to_thread(self._copying.close))
-        try:
-            return await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            while not closing.done():
-                # A piece is short; whoever cancels twice waits for it as well.
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait({closing})
-            raise
+        return await _to_its_end(self._copying.close)
 
     async def _until(self, look: Callable[[], T | None]) -> T | None:
         """What `look` gives once it is something, None at the deadline."""
@@ -95,6 +87,21 @@ class AsyncLayerFetch:
             copying.stop()
 
 
+async def _to_its_end(close: Callable[[], T]) -> T:
+    """Runs it in a thread, and returns when it has ended, cancelled or not: until then the
+    caller's memory is in use.
+    """
+    closing = asyncio.ensure_future(asyncio.to_thread(close))
+    try:
+        return await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        while not closing.done():
+            # A piece is short; whoever cancels twice waits for it as well.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({closing})
+        raise
+
+
 class AsyncLayerPush:
     """As LayerPush. Made by `AsyncSpace.push_layers`."""
 
@@ -121,8 +128,8 @@ class AsyncLayerPush:
         return self._pushing.ended(await self._run(self._pushing))
 
     async def close(self) -> None:
-        """See LayerPush.close."""
-        await asyncio.to_thread(self._pushing.close)
+        """See LayerPush.close. Cancelled or not, it returns when `data` is not read any more."""
+        await _to_its_end(self._pushing.close)
 
     async def __aenter__(self) -> AsyncLayerPush:
         return self

@@ -13,6 +13,7 @@ import pytest
 
 from kvstore.model.reasons import Reason, Unavailable
 from kvstore_client import AsyncClient, ClientConfig
+from kvstore_client.aio_layers import AsyncLayerPush
 from kvstore_client.testing import FakeStore, FakeTransport
 from tests.client_kit import model, rows, tokens
 
@@ -149,6 +150,36 @@ async def test_a_view_that_was_cancelled_is_released(store: FakeStore) -> None:
         gate.open.set()
         assert await asyncio.to_thread(store.wait, lambda s: s.requests["Release"] > 0)
         assert not store.leases
+
+
+class HeldPush:
+    """A push whose `close` waits for a copy."""
+
+    wanted, layers = (), 0
+
+    def __init__(self) -> None:
+        self.closing, self.copied, self.closed = (threading.Event() for _ in range(3))
+
+    def close(self) -> None:
+        self.closing.set()
+        assert self.copied.wait(WAIT_S)
+        self.closed.set()
+
+
+async def test_a_cancelled_close_of_a_push_waits_for_what_reads_the_callers_memory() -> None:
+    held: Any = HeldPush()
+    push = AsyncLayerPush(held, lambda pushing: pytest.fail("it is not committed"))
+    closing = asyncio.create_task(push.close())
+    await reached(held.closing)
+    for _ in range(2):
+        closing.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not closing.done()
+    held.copied.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert held.closed.is_set()
 
 
 def test_one_client_in_several_loops(store: FakeStore) -> None:
