@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo 'make demo    a small model answers with and without the store, side by side'
 	@echo 'make test    every test, on every interpreter at hand'
-	@echo 'make test-engines  vLLM on the CPU with the store, in an environment of its own'
+	@echo 'make test-engines  vLLM and SGLang on the CPU with the store, in an environment of its own'
 	@echo 'make check   format, lint, types, import contracts, generated code in step'
 	@echo 'make bench   measure, write build/bench.json'
 	@echo 'make bench-engines  time to first token of vLLM with and without the store'
@@ -57,6 +57,7 @@ $(ENGINES)/installed: constraints/engines.txt
 # needs a GPU is left out, so that what is skipped is a fault.
 test-engines: $(ENGINES)/installed
 	$(ENGINES)/bin/python -m pytest tests/engines -m 'not gpu' -p no:cacheprovider -W ignore --durations=10
+	$(ENGINES)/bin/python -m tests.sglang
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .
