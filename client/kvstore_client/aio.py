@@ -1,6 +1,7 @@
 """The client for asyncio: the same operations, driven in threads of its own.
 
-The loop's thread never hashes, copies or waits. A cancelled call ends its leases, and does not
+The loop's thread never hashes, copies or waits, unless a GPU has the token ids: they are right only
+on the stream of the thread that has made them. A cancelled call ends its leases, and does not
 return to the caller while a copy into the caller's memory is under way.
 
 gRPC's own asyncio client is not used: its poller thread stays inside gRPC for good, and a fork of
@@ -213,13 +214,21 @@ class AsyncSpace:
         return self._core.spec.block_tokens
 
     def _prepared_for(
-        self, data: Any, prepare: Callable[[], Prepared[T]]
+        self, given: tuple[Any, ...], prepare: Callable[[], Prepared[T]]
     ) -> Callable[[], Prepared[T]]:
         """The same, but here and now for a GPU's tensor: its current stream is this thread's."""
-        if not self._core.root.device.owns(data):
+        if not any(map(self._core.root.device.owns, given)):
             return prepare
         prepared = prepare()
         return lambda: prepared
+
+    async def _prepared_layers(
+        self, given: tuple[Any, ...], prepare: Callable[[], Prepared[T]]
+    ) -> Prepared[T]:
+        """What `prepare` makes, in another thread, since it hashes and allocates. It comes first: a
+        result that tells of a failure needs it.
+        """
+        return await asyncio.to_thread(self._prepared_for(given, prepare))
 
     def keys(
         self, tokens: Tokens, *, salt: bytes = b"", extras: Extras | None = None
@@ -246,7 +255,10 @@ class AsyncSpace:
     ) -> Hit:
         return await _run(
             self._core.root,
-            lambda: self._core.lookup(tokens_or_keys, prefill, overlap, request_id),
+            self._prepared_for(
+                (tokens_or_keys,),
+                lambda: self._core.lookup(tokens_or_keys, prefill, overlap, request_id),
+            ),
             deadline_ms,
             lambda: Hit(0, 0, b"", (), NO_ADVICE, Reason.DEADLINE_EXCEEDED),
         )
@@ -273,7 +285,7 @@ class AsyncSpace:
         deadline_ms: int | None = None,
     ) -> Fetched:
         prepare = self._prepared_for(
-            out,
+            (out,),
             lambda: self._core.fetch(
                 keys,
                 out,
@@ -321,15 +333,18 @@ class AsyncSpace:
         deadline_ms: int | None = None,
     ) -> AsyncLayerFetch:
         deadline = self._core.root.deadline(deadline_ms)
-        prepared = space_layers.fetch_layers(
-            self._core,
-            keys,
-            out,
-            deadline=deadline,
-            part=part,
-            layers_at_once=layers_at_once,
-            wait_ms=wait_ms,
-            request_id=request_id,
+        prepared = await self._prepared_layers(
+            tuple(out) if isinstance(out, list | tuple) else (out,),
+            lambda: space_layers.fetch_layers(
+                self._core,
+                keys,
+                out,
+                deadline=deadline,
+                part=part,
+                layers_at_once=layers_at_once,
+                wait_ms=wait_ms,
+                request_id=request_id,
+            ),
         )
         return AsyncLayerFetch(await _run_prepared(self._core.root, prepared, deadline))
 
@@ -366,7 +381,7 @@ class AsyncSpace:
     ) -> Pushed:
         """See Space.push. A `fill` is called in one of the client's threads."""
         prepare = self._prepared_for(
-            data,
+            (tokens_or_keys, data),
             lambda: self._core.push(
                 tokens_or_keys,
                 data,
@@ -394,14 +409,17 @@ class AsyncSpace:
         deadline_ms: int | None = None,
     ) -> AsyncLayerPush:
         root, deadline = self._core.root, self._core.root.deadline(deadline_ms)
-        prepared = space_layers.push_layers(
-            self._core,
-            tokens_or_keys,
-            deadline=deadline,
-            first_block=first_block,
-            attempt=attempt,
-            durable=durable,
-            request_id=request_id,
+        prepared = await self._prepared_layers(
+            (tokens_or_keys,),
+            lambda: space_layers.push_layers(
+                self._core,
+                tokens_or_keys,
+                deadline=deadline,
+                first_block=first_block,
+                attempt=attempt,
+                durable=durable,
+                request_id=request_id,
+            ),
         )
 
         def commit(pushing: LayerPushing) -> Awaitable[Pushed]:
@@ -448,7 +466,7 @@ class AsyncSpace:
     ) -> Compared:
         """See Space.compare. A `fill` is called in one of the client's threads."""
         prepare = self._prepared_for(
-            computed,
+            (tokens_or_keys, computed),
             lambda: self._core.compare(
                 tokens_or_keys,
                 computed,

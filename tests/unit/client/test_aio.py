@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from kvstore.model.reasons import Reason, Unavailable
-from kvstore_client import AsyncClient, ClientConfig
+from kvstore_client import AsyncClient, AsyncSpace, ClientConfig
 from kvstore_client.aio_layers import AsyncLayerPush
 from kvstore_client.testing import FakeStore, FakeTransport
 from tests.client_kit import model, rows, tokens
+from tests.device_double import RecordingDevice
 
 MODEL = model()
 BLOCK_BYTES = 4096
@@ -111,6 +112,71 @@ async def test_the_loop_goes_on_while_calls_wait(store: FakeStore) -> None:
         gate.open.set()
         assert (await looking).reason is Reason.MISS_NEVER_STORED
         assert longest < 0.5
+
+
+class Ids(list[int]):
+    """Token ids that remember which threads have looked at them."""
+
+    def __init__(self, ids: Any) -> None:
+        super().__init__(ids)
+        self.threads: set[int] = set()
+
+    def __len__(self) -> int:
+        self.threads.add(threading.get_ident())
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[int]:
+        self.threads.add(threading.get_ident())
+        return super().__iter__()
+
+
+class IdsOnDevice(RecordingDevice):
+    def owns(self, data: object) -> bool:
+        return isinstance(data, Ids) or super().owns(data)
+
+
+CALLS: list[Callable[[AsyncSpace, Ids], Any]] = [
+    lambda space, ids: space.push_layers(ids),
+    lambda space, ids: space.lookup(ids),
+    lambda space, ids: space.push(ids, rows(4, BLOCK_BYTES)),
+    lambda space, ids: space.compare(ids, rows(4, BLOCK_BYTES)),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_tokens_are_hashed_in_another_thread_unless_a_device_has_them(
+    store: FakeStore, call: Callable[[AsyncSpace, Ids], Any]
+) -> None:
+    """On a device they are right only on the stream of the thread that has made them."""
+    here = threading.get_ident()
+    for device, expected in ((RecordingDevice(), False), (IdsOnDevice(), True)):
+        async with AsyncClient("/fake", transport=store.transport, device=device) as client:
+            ids = Ids(list(tokens(4)))
+            await call(client.space(MODEL), ids)
+            assert ids.threads
+            assert (here in ids.threads) is expected
+            assert not expected or ids.threads == {here}
+
+
+class OutOfLayers:
+    """Arrays that remember which threads have asked for them."""
+
+    def __init__(self, arrays: Any) -> None:
+        self.arrays, self.threads = arrays, set[int]()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.threads.add(threading.get_ident())
+        return iter(self.arrays)
+
+
+async def test_a_fetch_by_layers_looks_at_where_it_goes_in_another_thread(store: FakeStore) -> None:
+    async with AsyncClient("/fake", transport=store.transport) as client:
+        space = client.space(MODEL)
+        out = OutOfLayers(np.zeros((2, 4, 2048), np.uint8))
+        async with await space.fetch_layers(space.keys(tokens(4)), out) as fetch:
+            assert fetch.blocks == 0
+        assert out.threads
+        assert threading.get_ident() not in out.threads
 
 
 async def test_calls_beyond_the_threads_wait_and_give_up_at_their_deadline(
