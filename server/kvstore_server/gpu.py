@@ -14,6 +14,7 @@ from kvstore.tiers.device import DeviceTier
 from kvstore.tiers.disk.threads import DeviceThreads
 from kvstore.tiers.driver import DeviceDriver
 from kvstore.tiers.host import HostTier
+from kvstore_server.logs import event
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,10 @@ SHARED_BYTES_PER_SECOND = 200e9
 LATENCY_NS = 200_000
 GRANULE_BYTES = 2 << 20
 """What memory of NVIDIA's GPUs comes in: cut to less, the last regions would find no room."""
+UNOPENED = (
+    "the client of this package opens no pools yet: without one that does the device tier stays "
+    "empty, and its use has not been proven"
+)
 END_S = 5.0
 """How long the daemon's end waits for the device: copies take milliseconds, unpinning seconds."""
 
@@ -56,6 +61,8 @@ def begin(
     """
     if not settings.device.capacity_bytes:
         return None, None
+    if shares(settings):
+        event(log, logging.WARNING, UNOPENED, setting="device.pools")
     # The mover's, and one for what need not be waited for.
     threads = DeviceThreads(CROSS_WORKERS + 1, "kvstore-gpu")
     undo.callback(threads.shutdown, wait=False, cancel_futures=True)

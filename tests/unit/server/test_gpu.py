@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Literal
@@ -17,7 +18,8 @@ from kvstore.testing.gpu import RecordingDriver
 from kvstore.tiers.base import Crossing
 from kvstore.tiers.device import DeviceTier
 from kvstore.tiers.disk.threads import DeviceThreads
-from kvstore_server.gpu import NAME, end, with_device
+from kvstore.tiers.host import HostTier
+from kvstore_server.gpu import NAME, begin, end, with_device
 
 SLOT = 4096
 HUNG_S = 30
@@ -98,3 +100,21 @@ def test_the_tier_is_cut_to_what_its_memory_comes_in(
     settings = Settings(device=DeviceSettings(capacity_bytes=1 << 30, driver=driver))
     _, spec = with_device(settings, [TierSpec("host", TierKind.POOL, 1 << 30, ingest=True)])
     assert (spec.name, spec.granule_bytes) == (NAME, granule_bytes)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("pools", "told"), [("staged", 0), ("shared_unproven", 1)])
+def test_pools_that_nobody_opens_are_told_of_at_the_start(
+    pools: Literal["staged", "shared_unproven"], told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("torch")
+    settings = Settings(
+        device=DeviceSettings(capacity_bytes=1 << 20, driver="torch-cpu", pools=pools)
+    )
+    with contextlib.ExitStack() as undo:
+        host = HostTier(1 << 20, region_bytes=1 << 16, mlock="off")
+        undo.callback(host.close)
+        _, device = begin(settings, host, undo)
+        assert device is not None
+        assert device.shares == bool(told)
+    assert caplog.text.count("opens no pools") == told
