@@ -68,17 +68,26 @@ class RecordingDevice:
         """Called when an event is asked about."""
         self.landed: Callable[[], None] = lambda: None
         """Called when an event has ended, before whoever waits for it goes on."""
-        self.registering: Callable[[], None] = lambda: None
-        """Called when memory is about to be registered. What it raises, registering raises."""
-        self.unregistering: Callable[[], None] = lambda: None
+        self.placing: Callable[[], object] = lambda: None
+        """Called when memory is about to be registered, by who copies. What it raises gets out, as
+        with the next ones, by who registers and who unregisters.
+        """
+        self.registering: Callable[[], object] = lambda: None
+        self.unregistering: Callable[[], object] = lambda: None
         self._registers = registers
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._caller = threading.get_ident()
 
     def launch(self, name: str, kernel: Callable[[], None]) -> None:
         """Queues a kernel on the caller's stream."""
         with self._lock:
             self.compute.steps.append((name, kernel))
+
+    def has_registered(self, mappings: int) -> bool:
+        """Waits for it."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self.registered) == mappings, 10)
 
     def note(self, text: str) -> None:
         with self._lock:
@@ -154,12 +163,17 @@ class RecordingDevice:
                 second()
                 self.journal.append(first)
 
-    def register(self, address: int, length_bytes: int, tensor: Tensor, *, read_only: bool) -> bool:
+    def place(self, tensor: Tensor) -> str:
+        self.placing()
+        return "the only one"
+
+    def register(self, address: int, length_bytes: int, place: str, *, read_only: bool) -> bool:
         self.registering()
         with self._lock:
             self.journal.append("registered read-only" if read_only else "registered")
             if self._registers:
                 self.registered[address] = length_bytes
+                self._changed.notify_all()
             return self._registers
 
     def unregister(self, address: int) -> None:
@@ -168,6 +182,7 @@ class RecordingDevice:
             self.journal.append("unregistered")
             if self.registered.pop(address, None) is None:
                 self.broken.append("memory was unregistered that is not registered")
+            self._changed.notify_all()
             if not _mapped(address):
                 self.broken.append("memory was unmapped before it was unregistered")
 

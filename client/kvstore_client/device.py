@@ -5,11 +5,12 @@ ended: the kernel that writes a block, or the one that still reads the memory th
 That is asked for again and again, and given up at the deadline, before anything is queued: what is
 queued has to be waited for, however long it takes. Nothing counts before the event behind a copy
 has ended: no generation is compared, no layer is told of, nothing is committed and no lease
-released. Host regions are registered with the device when they are first copied from, and
-unregistered before they are unmapped; where that cannot be, copies are slower and no less right.
+released. Host regions are registered with the device by a thread of their own, from their first
+copy on, and unregistered before they are unmapped; until then, and where that cannot be, copies are
+slower and no less right.
 
 The driver is a seam: torch.cuda, imported when the first such tensor comes, or the tests' double.
-All waiting is done in the thread that copies.
+All waiting for kernels and copies is done in the thread that copies.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ PAUSE_S, PAUSE_MAX_S = 20e-6, 1e-3
 Stream = Any
 Event = Any
 Tensor = Any
+Place = Any
 
 
 class Driver(Protocol):
@@ -77,8 +79,13 @@ class Driver(Protocol):
     def wait(self, event: Event) -> None:
         """Blocks this thread, without the interpreter lock, until the event has ended."""
 
-    def register(self, address: int, length_bytes: int, tensor: Tensor, *, read_only: bool) -> bool:
-        """Pins host memory for all devices, in the tensor's. False if it cannot be."""
+    def place(self, tensor: Tensor) -> Place:
+        """The device whose memory it is; holds nothing of the tensor."""
+
+    def register(self, address: int, length_bytes: int, place: Place, *, read_only: bool) -> bool:
+        """Pins host memory, by way of this device for all. False if it cannot be. Takes seconds for
+        GiB that are not there yet.
+        """
 
     def unregister(self, address: int) -> None:
         """Ends that, when no copy is under way and before the memory is unmapped."""
@@ -157,12 +164,15 @@ class TorchCuda:
     def wait(self, event: Event) -> None:
         event.synchronize()
 
-    def register(self, address: int, length_bytes: int, tensor: Tensor, *, read_only: bool) -> bool:
+    def place(self, tensor: Tensor) -> Place:
+        return tensor.device
+
+    def register(self, address: int, length_bytes: int, place: Place, *, read_only: bool) -> bool:
         flags = self.PORTABLE | (self.READ_ONLY if read_only else 0)
         cuda = self._torch.cuda
-        with cuda.device(tensor.device):
+        with cuda.device(place):
             if int(cuda.cudart().cudaHostRegister(address, length_bytes, flags)) == 0:
-                self._registered_on[address] = tensor.device
+                self._registered_on[address] = place
                 return True
             self._forget_error()
             return False
@@ -183,22 +193,43 @@ class TorchCuda:
 # ---------------------------------------------------------------- registered memory
 
 
+_registering = threading.Lock()
+"""One mapping at a time: the driver does no more, and threads that wait there use its lock up."""
+
+
 class Pin:
-    """A mapping's registration with the device. For several threads. ValueError: it is closed.
+    """A mapping's registration with the device, made in a thread of its own: no copy waits for it.
+    For several threads. ValueError: the mapping is closed.
 
     One that is dropped ends with its last reference, so never while a copy uses it.
     """
 
-    def __init__(self, driver: Driver, memory: MappedRegion, tensor: Tensor) -> None:
+    def __init__(self, driver: Driver, memory: MappedRegion, place: Place) -> None:
         self._view: Bytes | None = memory.u8  # stays mapped until it is unregistered
         self._driver, self._address = driver, memory.address
         self._changed = threading.Condition()
-        self._users = 0
         self._pid = os.getpid()
-        self._ended = self._registered = False
-        self._registered = driver.register(
-            memory.address, memory.total_bytes, tensor, read_only=not memory.writable
-        )
+        self._ended = self._ending = self._registered = False
+        self._users = 1  # who registers it: meanwhile it ends no more than under a copy
+        try:
+            threading.Thread(
+                target=self._register, args=(memory, place), name="kvstore-pin", daemon=True
+            ).start()
+        except RuntimeError as error:
+            log.warning("kvstore: no thread to register memory with the device: %s", error)
+            self._users = 0
+
+    def _register(self, memory: MappedRegion, place: Place) -> None:
+        try:
+            with _registering:
+                if not self._ending:
+                    self._registered = self._driver.register(
+                        self._address, memory.total_bytes, place, read_only=not memory.writable
+                    )
+        except Exception as error:
+            log.warning("kvstore: memory cannot be registered with the device: %s", error)
+        finally:
+            self.leave()
 
     def use(self) -> bool:
         """Until `leave` it stays registered. False: it is over."""
@@ -211,17 +242,17 @@ class Pin:
             self._users -= 1
             self._changed.notify_all()
 
-    def end(self, *, wait: bool = False) -> bool:
-        """Before the memory goes: unregisters it, unless a copy is under way. Then `wait` waits for
-        that, and else it is False: ask again. In a forked child there is nothing to be done.
+    def end(self, wait_s: float = 0.0) -> bool:
+        """Before the memory goes: unregisters it, once no copy is under way and it is not just
+        being registered. False if that has not been so within `wait_s`: ask again. In a forked
+        child there is nothing to be done.
         """
         if os.getpid() != self._pid:
             self._view = None
             return True
         with self._changed:
-            if wait:
-                self._changed.wait_for(lambda: not self._users)
-            if self._users:
+            self._ending = True
+            if not self._changed.wait_for(lambda: not self._users, wait_s):
                 return False
             self._ended = True
             self._unregister()
@@ -247,13 +278,13 @@ _pinning = threading.Lock()
 
 
 def pinned(driver: Driver, mapped: Region | Staging, tensor: Tensor) -> Pin | None:
-    """The registration of a region or of staging, in use until `leave`; made now, in the tensor's
-    device, if there is none. None: the daemon has closed it.
+    """The registration of a region or of staging, in use until `leave`; begun now, by way of the
+    tensor's device, if there is none. None: the daemon has closed it.
     """
     with _pinning:
         if mapped.pin is None and not mapped.gone:
             with contextlib.suppress(ValueError):
-                mapped.pin = Pin(driver, mapped.memory, tensor)
+                mapped.pin = Pin(driver, mapped.memory, driver.place(tensor))
         pin = mapped.pin
     return pin if isinstance(pin, Pin) and pin.use() else None
 

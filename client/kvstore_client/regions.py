@@ -45,6 +45,8 @@ POPULATE_BYTES = 32 << 20
 CLOSING_POLL_MS = 50
 KEPT_S = 5.0
 """No lease holds a region that the daemon has closed: an array that is kept longer is no view."""
+COPY_WAIT_S = 0.5
+"""For a device's copy when the client closes; before that it is asked for again and again."""
 AHEAD_REGIONS = 4
 HEAR_OUT_S = 0.1
 """For answers that are on their way when the client closes."""
@@ -56,7 +58,7 @@ GENERATION_BYTES = 8
 class Pinned(Protocol):
     """A registration with a device, which ends before the memory goes: see `device.Pin`."""
 
-    def end(self, *, wait: bool = False) -> bool: ...
+    def end(self, wait_s: float = 0.0) -> bool: ...
 
 
 class _Mapped:
@@ -74,13 +76,14 @@ class _Mapped:
         unpinned = self.pin is None or self.pin.end()
         return unpinned and self.memory.close()
 
-    def withdraw(self) -> None:
+    def withdraw(self, wait_s: float) -> bool:
         """Gives the memory up whoever holds it. No generation in it is right any more, and what a
-        slow writer still writes goes nowhere.
+        slow writer still writes goes nowhere. False if a device copies it for longer than `wait_s`.
         """
-        if self.pin is not None:
-            self.pin.end(wait=True)
+        if self.pin is not None and not self.pin.end(wait_s):
+            return False
         self.memory.withdraw()
+        return True
 
 
 class Region(_Mapped):
@@ -353,7 +356,7 @@ class Memory:
             held[:] = [region for region in held if not region.drop()]
             until_s = self._kept_until.setdefault(region_id, now_s + KEPT_S)
             if held and (self._stopping or now_s >= until_s):
-                _withdraw(held)
+                _withdraw(held, COPY_WAIT_S if self._stopping else 0.0)
             if not held:
                 del self._closing[region_id], self._kept_until[region_id]
                 self._send(_unmapped(region_id))
@@ -468,14 +471,14 @@ class Memory:
             os.close(wake_fd)
 
 
-def _withdraw(held: list[Region | Staging]) -> None:
-    while held:
+def _withdraw(held: list[Region | Staging], wait_s: float) -> None:
+    for region in list(held):
         try:
-            held[-1].withdraw()
+            if region.withdraw(wait_s):
+                held.remove(region)
         except OSError as error:
-            log.warning("kvstore: region %d cannot be given back yet: %s", held[-1].id, error)
+            log.warning("kvstore: region %d cannot be given back yet: %s", region.id, error)
             return
-        held.pop()
 
 
 def _unmapped(region_id: int) -> bytes:

@@ -103,8 +103,8 @@ def test_what_a_worker_does_it_does_on_the_tensors_device(
         worker.submit(copy, stream, *pair).result()
         assert cuda.journal == inside
     cuda.journal.clear()
-    assert driver.register(4096, 512, tensor, read_only=True)
-    assert driver.register(8192, 512, tensor, read_only=False)
+    assert driver.register(4096, 512, driver.place(tensor), read_only=True)
+    assert driver.register(8192, 512, driver.place(tensor), read_only=False)
     driver.unregister(4096)
     assert cuda.journal == [
         f"in {place}",
@@ -118,7 +118,7 @@ def test_what_a_worker_does_it_does_on_the_tensors_device(
         f"out {place}",
     ]
     cuda.result = 1
-    assert not driver.register(12288, 512, tensor, read_only=True)
+    assert not driver.register(12288, 512, driver.place(tensor), read_only=True)
 
 
 def test_host_memory_that_must_not_be_written_is_copied_without_a_copy_of_its_own(
