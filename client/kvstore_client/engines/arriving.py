@@ -38,14 +38,17 @@ class LayersLostError(RuntimeError):
         self.arrival = arrival
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Arrival:
-    """One cache on its way. `whole`: [layers, 2, kv_heads, tokens, head_size], being filled."""
+    """One cache on its way. `whole`: [layers, 2, kv_heads, tokens, head_size], being filled.
+    `salvaged_tokens`: what was left of it, None while nobody had to ask.
+    """
 
     fetch: LayerFetch
     whole: torch.Tensor
     config: PreTrainedConfig
     block_tokens: int
+    salvaged_tokens: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -66,6 +69,7 @@ class Arrival:
         none. Waits as `result` does.
         """
         tokens = self.result().blocks * self.block_tokens
+        self.salvaged_tokens = tokens
         if not tokens:
             return None
         cache = DynamicCache(config=self.config)

@@ -58,7 +58,7 @@ class Restored:
     """
 
     cache: DynamicCache | None
-    tokens: int
+    found_tokens: int
     hit: Hit | None
     why: str
     size_bytes: int = 0
@@ -66,6 +66,15 @@ class Restored:
     rebuild_ms: float = 0.0
     fetched: Fetched | None = None
     arrival: Arrival | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt, in the cache. Of one restored layer by layer whose rest was lost: those
+        that `generate` has begun anew with.
+        """
+        arrival = self.arrival
+        kept = None if arrival is None else arrival.salvaged_tokens
+        return self.found_tokens if kept is None else kept
 
     @property
     def load_ms(self) -> float:
@@ -166,7 +175,7 @@ class PrefixCache:
         )
         return Restored(
             cache=cache,
-            tokens=fetched.blocks * self._block_tokens,
+            found_tokens=fetched.blocks * self._block_tokens,
             hit=hit,
             why=hit.reason.name,
             size_bytes=fetched.blocks * rows.shape[1],
@@ -182,7 +191,7 @@ class PrefixCache:
             return Restored(None, 0, hit, arrival.name)
         return Restored(
             cache=arrival.cache(),
-            tokens=arrival.tokens,
+            found_tokens=arrival.tokens,
             hit=hit,
             why=hit.reason.name,
             size_bytes=arrival.fetch.blocks * self._space.block_bytes,
@@ -201,7 +210,8 @@ class PrefixCache:
     ) -> Saved:
         """Stores the whole blocks of `cache`, which holds the first tokens of `token_ids`.
 
-        `from_token`: where the caller knows nothing new before it, such as `Restored.tokens`.
+        `from_token`: where the caller knows nothing new before it, such as `Restored.tokens` (read
+        after `generate`, which may have lost some).
         Blocks that the store has already are neither copied nor sent. `durable`: returns when the
         disk has them. Never raises because of the store.
         """

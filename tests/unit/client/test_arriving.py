@@ -230,3 +230,21 @@ def test_what_became_of_an_arrival_is_reported_with_what_it_loaded(
     assert (outcome.loaded_tokens, outcome.computed_tokens) == (64, 6)
     assert outcome.loaded_bytes == restored.size_bytes
     assert outcome.prefill_us == 0
+
+
+def test_what_was_lost_on_its_way_is_saved_again(client: Client, store: FakeStore) -> None:
+    """Else the prompt would have a hole there for as long as its blocks behind are found."""
+    model = tiny()
+    cache, ids = opened(client, model), tokens(150)
+    saved(cache, model, ids[:70])
+    restored = cache.restore(ids, layerwise=True)
+    arrival, _ = watched(restored, lost=1, kept=3)
+    restored = dataclasses.replace(restored, arrival=arrival)
+    assert restored.tokens == 64
+    made = generate(model, ids, arrival.cache(), 1)
+    store.drop(client.space(cache.fingerprint).keys(ids[:64])[3:])
+    assert restored.tokens == 48
+    grown = cache.save(ids, made.cache, from_token=restored.tokens)
+    assert grown.pushed is not None
+    assert grown.pushed.stored == 9 - 3
+    assert cache.restore(ids).tokens == 144
