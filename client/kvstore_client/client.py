@@ -190,9 +190,10 @@ class Space:
         """Copies blocks into `out`, first to last, until one is not there.
 
         keys: or a Hit, of which the blocks that its plan advises are fetched.
-        out: array or CPU tensor in C order whose first dimension counts blocks and whose row has
-            block_bytes (part_bytes with `part`), of any type; or a list of as many writable
-            buffers. None: a new uint8 [n, block_bytes], slower by its page faults.
+        out: array or tensor (of the CPU or a GPU) in C order whose first dimension counts blocks
+            and whose row has block_bytes (part_bytes with `part`), of any type; or, in the CPU's
+            memory, a list of as many writable buffers. None: a new uint8 [n, block_bytes], slower
+            by its page faults.
         part: only this rank's part of each block.
         wait_ms: wait so long for blocks that others are writing. What a slower tier has is loaded
             in any case, as far as the deadline allows.
@@ -249,11 +250,11 @@ class Space:
         Returns when the blocks are leased. One lease for all layers; the deadline is that of the
         whole. A client that cannot map the daemon's memory gets all layers at once.
 
-        out: one array or CPU tensor a layer, of any type and strides, the first dimension counting
-            blocks and a row having the layer's bytes: K and V, of each rank that has the layer one
-            after the other (a second dimension, if the array is not in C order). With `part` only
-            the layers and bytes of this rank. None: a new uint8 [layers, n, bytes], the result's
-            `data`.
+        out: one array or tensor (of the CPU or a GPU) a layer, of any type and strides, the first
+            dimension counting blocks and a row having the layer's bytes: K and V, of each rank that
+            has the layer one after the other (a second dimension, if the array is not in C order).
+            A flat buffer of rows in the CPU's memory, too. With `part` only the layers and bytes of
+            this rank. None: a new uint8 [layers, n, bytes], the result's `data`.
         layers_at_once: how many are copied, verified and told of together.
         BadRequest(NOT_SUPPORTED) for an element order whose inside only the engine knows.
         """
@@ -301,10 +302,11 @@ class Space:
         """Stores the blocks of a prompt from `first_block` on; those that are there are skipped.
 
         tokens_or_keys: the whole prompt from its first block on.
-        data: array or CPU tensor in C order, [blocks - first_block, part_bytes] or of that many
-            bytes; a list of buffers; or `fill(block, target)`, which writes block number `block` of
-            the prompt into a uint8 [part_bytes] and is called only for wanted blocks. What it
-            raises comes out of here, and nothing of its window is stored.
+        data: array or tensor (of the CPU or a GPU) in C order, [blocks - first_block, part_bytes]
+            or rows of that many bytes; in the CPU's memory also a flat buffer of them or a list of
+            buffers; or `fill(block, target)`, which writes block number `block` of the prompt into
+            a uint8 [part_bytes] and is called only for wanted blocks. What it raises comes out of
+            here, and nothing of its window is stored.
         attempt: with the group, the write group: parts of two attempts never mix.
         durable: return when a durable tier has the blocks.
         """

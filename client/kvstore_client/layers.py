@@ -274,9 +274,10 @@ class LayerPush:
         """Hands a layer over, in any order, each once; returns at once.
 
         data: array or tensor (of the CPU or a GPU) of any strides, [blocks - first_block, ...] with
-            the layer's bytes (this rank's K and V) in each row. Not to be changed before `commit`
-            or `close` returns. What comes after the deadline, or when limits.lease_ttl_ms of the
-            daemon is over, is not copied: nothing is stored then.
+            the layer's bytes (this rank's K and V) in each row; of the CPU a flat buffer of rows,
+            too. Not to be changed before `commit` or `close` returns. What comes after the
+            deadline, or when limits.lease_ttl_ms of the daemon is over, is not copied: nothing is
+            stored then.
         BadRequest for a layer that is none or was put, and for data of another size.
         """
         self._pushing.put(layer, data)
