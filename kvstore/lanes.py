@@ -6,6 +6,7 @@ Used by the mover alone, which holds its lock around all of it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Executor
 
 from kvstore.core.effects import Copy, Forget
@@ -29,6 +30,14 @@ class Task:
 
 
 Use = tuple[tuple[object, ...], bool]  # what is used, and whether beside others
+
+
+def archive_uses(tier: int, space_id: int, key: bytes) -> Iterator[Use]:
+    """Of a name in an archive; of all names of the space if the key is empty."""
+    # To forget a whole space is to wait for every name of it, and to be waited for by every one.
+    yield ("space", tier, space_id), bool(key)
+    if key:
+        yield ("name", tier, space_id, key), False
 
 
 class Lane:

@@ -27,9 +27,10 @@ from typing import NamedTuple
 from kvstore.clock import Clock
 from kvstore.core.effects import Copy, Forget
 from kvstore.gather import copy_one
-from kvstore.lanes import Lane, Order, Task, Use
+from kvstore.lanes import Lane, Order, Task, Use, archive_uses
 from kvstore.model.reasons import KVStoreError, Reason
-from kvstore.model.values import STAGING, Place
+from kvstore.model.values import STAGING
+from kvstore.shm import whole_pages
 from kvstore.tiers.base import (
     Archive,
     Bytes,
@@ -205,11 +206,11 @@ class Mover:
 
     def _uses(self, effect: Copy | Forget) -> Iterator[Use]:
         if isinstance(effect, Forget):
-            yield from _archive_uses(effect.tier, effect.space_id, effect.key)
+            yield from archive_uses(effect.tier, effect.space_id, effect.key)
             return
         for place in {effect.source, effect.target}:
             if place.tier in self._archives:
-                yield from _archive_uses(place.tier, effect.space_id, effect.key)
+                yield from archive_uses(place.tier, effect.space_id, effect.key)
             elif place.tier != STAGING:
                 # A staging window is not written again before its copies are done.
                 yield (place.tier, place.region, place.slot), False
@@ -265,8 +266,15 @@ class Mover:
             while lane.ready and len(turn) < share and turn_bytes < lane.bytes_max:
                 task = lane.ready.popleft()
                 turn.append(task)
-                turn_bytes += getattr(task.effect, "length", 0)
+                turn_bytes += self._weight_bytes(task.effect)
             return turn
+
+    def _weight_bytes(self, effect: Copy | Forget) -> int:
+        """A save out of a device is copied first, into memory that no pool accounts for: few do."""
+        if isinstance(effect, Forget):
+            return 0
+        far = effect.why == "save" and effect.source.tier in self._remotes
+        return effect.length * (SAVE_BYTES_MAX // CROSS_BYTES_MAX if far else 1)
 
     def _run(self, task: Task, ended: list[_Ended]) -> None:
         """One copy between pools, or out of an archive."""
@@ -355,16 +363,9 @@ class Mover:
     def _save(self, tier: int, turn: list[Task], ended: list[_Ended]) -> None:
         tasks: list[tuple[Task, Copy]] = []
         blocks: list[SavedBlock] = []
-        for task in turn:
-            copy = task.effect
-            if isinstance(copy, Copy) and copy.target.tier == tier:
-                try:
-                    data = self._readable(copy.source, copy.length)
-                except (KVStoreError, OSError) as error:
-                    ended.append((task, _completion(copy, error, 0)))
-                    continue
-                tasks.append((task, copy))
-                blocks.append(SavedBlock(copy.space_id, copy.key, copy.parent, copy.depth, data))
+        for task, copy, data in self._sources(tier, turn, ended):
+            tasks.append((task, copy))
+            blocks.append(SavedBlock(copy.space_id, copy.key, copy.parent, copy.depth, data))
         if not blocks:
             return
         start_ns = self._clock.monotonic_ns()
@@ -378,10 +379,39 @@ class Mover:
                 for (task, copy), outcome in zip(tasks, outcomes, strict=True)
             ]
 
-    def _readable(self, place: Place, length: int) -> Bytes:
-        """Bytes that are to be saved: where they are, or a copy of what only a device reads."""
-        remote = self._remotes.get(place.tier)
-        return remote.read(place, length) if remote else self._pools[place.tier].view(place, length)
+    def _sources(
+        self, tier: int, turn: list[Task], ended: list[_Ended]
+    ) -> list[tuple[Task, Copy, Bytes]]:
+        """What is to be saved, with its bytes: where they are, or a copy of what only a device
+        reads, of all such blocks at once.
+        """
+        near: list[tuple[Task, Copy, Bytes]] = []
+        far: dict[int, list[tuple[Task, Copy, Bytes]]] = {}
+        for task in turn:
+            copy = task.effect
+            if not isinstance(copy, Copy) or copy.target.tier != tier:
+                continue
+            source = copy.source
+            if source.tier in self._remotes:
+                far.setdefault(source.tier, []).append((task, copy, whole_pages(copy.length)))
+                continue
+            try:
+                near.append((task, copy, self._pools[source.tier].view(source, copy.length)))
+            except (KVStoreError, OSError) as error:
+                ended.append((task, _completion(copy, error, 0)))
+        for remote, batch in far.items():
+            crossings = [Crossing(copy.source, None, into, False) for _, copy, into in batch]
+            try:
+                crossed = self._remotes[remote].cross(crossings)
+            except Exception:
+                ended += [(task, _completion(copy, None, 0)) for task, copy, _ in batch]
+                raise
+            for one, failed in zip(batch, crossed, strict=True):
+                if failed is None:
+                    near.append(one)
+                else:
+                    ended.append((one[0], _completion(one[1], failed, 0)))
+        return near
 
     def _copy(self, copy: Copy) -> bytes:
         source, target, length = copy.source, copy.target, copy.length
@@ -436,13 +466,6 @@ class Mover:
 def patience_ns(length: int) -> int:
     """When a batch of saves of so many bytes is stalled."""
     return max(STALL_NS, length * 10**9 // STALL_BYTES_PER_SECOND)
-
-
-def _archive_uses(tier: int, space_id: int, key: bytes) -> Iterator[Use]:
-    # To forget a whole space is to wait for every name of it, and to be waited for by every one.
-    yield ("space", tier, space_id), bool(key)
-    if key:
-        yield ("name", tier, space_id, key), False
 
 
 def _completion(copy: Copy, outcome: Saved | None, elapsed_ns: int) -> Completion:

@@ -72,6 +72,11 @@ def header_bytes(slots: int) -> int:
 # ---------------------------------------------------------------- system calls
 
 
+def whole_pages(length: int) -> NDArray[np.uint8]:
+    """uint8 [length] of memory of its own, at the start of a page: what a disk takes directly."""
+    return np.frombuffer(mmap.mmap(-1, max(length, 1)), np.uint8)[:length]
+
+
 def _bind() -> tuple[Any, Any, Any, Any]:
     # A CDLL call releases the interpreter lock; PyDLL, and the mmap module's constructor, do not.
     libc = ctypes.CDLL(None, use_errno=True)

@@ -17,7 +17,6 @@ holds the generations alone.
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 
 from kvstore.model.reasons import KVStoreError, NoSpace, Reason
 from kvstore.model.values import Place, Region
-from kvstore.shm import ARENA_SEALS, header_bytes
+from kvstore.shm import ARENA_SEALS, header_bytes, whole_pages
 from kvstore.tiers.base import Bytes, Crossing
 from kvstore.tiers.driver import (
     DeviceDriver,
@@ -293,8 +292,7 @@ class DeviceTier:
 
     def read(self, place: Place, length: int) -> Bytes:
         """See RemotePool."""
-        # Whole pages of its own: what is written to a disk directly lies at a page's start.
-        into = np.frombuffer(mmap.mmap(-1, max(length, 1)), np.uint8)[:length]
+        into = whole_pages(length)
         (outcome,) = self.cross([Crossing(place, None, into, inward=False)])
         if outcome is not None:
             raise outcome

@@ -14,7 +14,7 @@ from kvstore import gather, shm
 from kvstore.core.effects import Copy, Why
 from kvstore.model.reasons import Reason
 from kvstore.model.values import STAGING, Place, Region
-from kvstore.mover import CROSS_WORKERS, Completion, Mover
+from kvstore.mover import CROSS_BYTES_MAX, CROSS_WORKERS, SAVE_BYTES_MAX, Completion, Mover
 from kvstore.testing.clock import ManualClock
 from kvstore.testing.gpu import RecordingDriver
 from kvstore.tiers.base import SavedBlock
@@ -167,6 +167,43 @@ def test_a_block_is_saved_out_of_the_device(bench: Bench) -> None:
     (saved,) = bench.run(copy(2, "save", at(DEVICE, 5), at(DISK, 0)))
     assert saved.ok
     assert bench.archive.held == {bytes([2]) * 32: bytes([9]) * SLOT}
+
+
+def test_saves_out_of_the_device_are_begun_before_one_is_waited_for(bench: Bench) -> None:
+    """One at a time they would hold the archive's only writer up for each."""
+    for slot in range(4):
+        bench.host.view(at(HOST, slot), SLOT)[:] = 10 + slot
+        bench.run(copy(slot + 1, "promote", at(HOST, slot), at(DEVICE, slot)))
+    bench.driver.log.clear()
+    saves = [copy(10 + slot, "save", at(DEVICE, slot), at(DISK, 0)) for slot in range(4)]
+    bench.run(*saves, copy(20, "save", at(HOST, 3), at(DISK, 0)))
+    calls = [call for call in bench.driver.log if call in ("copy_out", "wait")]
+    assert calls == ["copy_out"] * 4 + ["wait"] * 4
+    expected = {bytes([10 + slot]) * 32: bytes([10 + slot]) * SLOT for slot in range(4)}
+    assert bench.archive.held == {**expected, bytes([20]) * 32: bytes([13]) * SLOT}
+
+
+def test_a_defect_of_the_device_answers_the_saves_out_of_it(bench: Bench) -> None:
+    bench.run(copy(1, "promote", at(HOST, 0), at(DEVICE, 0)))
+
+    def before(call: str) -> None:
+        if call == "copy_out":
+            raise RuntimeError("no OSError")
+
+    bench.driver.before = before
+    saves = [copy(2, "save", at(DEVICE, 0), at(DISK, 0)), copy(3, "save", at(HOST, 0), at(DISK, 0))]
+    far, near = bench.run(*saves)
+    assert (far.ok, far.reason) == (False, Reason.INTERNAL)
+    assert near.ok
+
+
+def test_a_turn_of_saves_copies_little_out_of_the_device_at_a_time(bench: Bench) -> None:
+    save = copy(1, "save", at(DEVICE, 0), at(DISK, 0))
+    near = copy(2, "save", at(HOST, 0), at(DISK, 0))
+    weigh = bench.mover._weight_bytes
+    assert weigh(near) == SLOT
+    assert weigh(save) * CROSS_BYTES_MAX == SLOT * SAVE_BYTES_MAX
+    assert weigh(copy(3, "demote", at(DEVICE, 0), at(HOST, 0))) == SLOT
 
 
 def test_a_lost_device_is_an_answer_to_each_copy(bench: Bench) -> None:
