@@ -16,6 +16,8 @@ from kvstore.model.reasons import Reason
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client.arrays import Bytes
 from kvstore_client.calls import SpaceSpec, opened
+from kvstore_client.channel import CallFailed
+from kvstore_client.device import DeviceFill
 from kvstore_client.reads import FetchRequest, fetch
 from kvstore_client.results import Compared
 from kvstore_client.steps import Context, Local, Operation, Rpc
@@ -46,6 +48,9 @@ class CompareRequest:
 
 def compare(context: Context, spec: SpaceSpec, request: CompareRequest) -> Operation[Compared]:
     """Fetches the leading run from `first_block` on, compares it and reports."""
+    fill = request.fill
+    if isinstance(fill, DeviceFill):
+        yield Local(lambda: fill.await_kernels(lambda: _check(context)))
     window = max(1, WINDOW_BYTES // request.row_bytes)
     found: list[RowDifference] = []
     reason, detail = Reason.OK, ""
@@ -71,6 +76,11 @@ def compare(context: Context, spec: SpaceSpec, request: CompareRequest) -> Opera
     if not found:
         return Compared(0, 0, 0.0, None, reason, detail=detail)
     return (yield from _report(spec, request, found, reason, detail))
+
+
+def _check(context: Context) -> None:
+    if context.deadline.passed:
+        raise CallFailed(Reason.DEADLINE_EXCEEDED, "computing took too long")
 
 
 def _comparing(

@@ -245,6 +245,8 @@ def test_a_deadline_is_kept_behind_a_kernel_that_does_not_end(
         assert fetch.result().reason is Reason.DEADLINE_EXCEEDED
     pushed = space.push(keys, Tensor(data), deadline_ms=600_000)
     assert (pushed.stored, pushed.reason) == (0, Reason.DEADLINE_EXCEEDED)
+    compared = space.compare(keys[:2], Tensor(data), deadline_ms=600_000)
+    assert (compared.blocks, compared.reason) == (0, Reason.DEADLINE_EXCEEDED)
     assert not device.copies.steps
     assert not device.registered
     assert store.wait(lambda s: not s.leases and not s._reservations)
