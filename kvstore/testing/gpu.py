@@ -48,6 +48,7 @@ class RecordingDriver:
         self.pins = True
         """Whether host memory can be registered."""
         self.exports = True
+        self.export_kind = HandleKind.CUDA_FD
         self.lost_at: int | None = None
         """The number of calls until the device is lost."""
         self.before: Callable[[str], None] = lambda call: None
@@ -105,7 +106,9 @@ class RecordingDriver:
         self._note("export")
         if not self.exports:
             raise OSError("the recording device exports nothing")
-        return Exported(HandleKind.CUDA_FD, os.memfd_create("kvstore-recorded"))
+        if self.export_kind is HandleKind.CUDA_IPC:
+            return Exported(self.export_kind, -1, b"recorded")
+        return Exported(self.export_kind, os.memfd_create("kvstore-recorded"))
 
     def drop(self, memory: DeviceMemory) -> None:
         """See `DeviceDriver`."""

@@ -37,6 +37,7 @@ from kvstore.tiers.driver import (
     DeviceMemory,
     Event,
     Exported,
+    HandleKind,
     Stream,
 )
 from kvstore.tiers.stock import Memory
@@ -142,6 +143,7 @@ class DeviceTier:
         self._closing: dict[int, int] = {}
         self._made_bytes = 0
         self._retired: deque[_Region] = deque()
+        self._opened: dict[int, _Region] = {}  # closed, of memory that others may have by its name
         self._registered: dict[int, Bytes] = {}
         self._unpinned_reason = ""
         self._lost = ""
@@ -183,8 +185,9 @@ class DeviceTier:
             if self._closed:
                 return
             self._closed = True
-            self._retired.extend(self._regions.values())
+            self._retired.extend([*self._regions.values(), *self._opened.values()])
             self._regions.clear()
+            self._opened.clear()
             self._batch_ended.wait_for(lambda: not self._under_way)
         with self._pinning:
             self._unregister(list(self._registered))
@@ -212,14 +215,26 @@ class DeviceTier:
             region.open = False
             region.generations = None
             self._closing[region_id] = 0 if region.memory is None else region.memory.mapped_bytes
-            self._retired.append(region)
+            opened = region.exported is not None and region.exported.kind is HandleKind.CUDA_IPC
+            if opened:
+                # Who has opened it by a descriptor keeps it; CUDA allows no freeing under who has
+                # opened it by name.
+                self._opened[region_id] = region
+            else:
+                self._retired.append(region)
         region.file.close_fds()
-        self._background.submit(self._drop_retired)
+        if not opened:
+            self._background.submit(self._drop_retired)
 
     def released(self, region_id: int) -> None:
         """No process has the closed region any more: its bytes may be used again."""
         with self._guard:
             self._made_bytes -= self._closing.pop(region_id, 0)
+            region = self._opened.pop(region_id, None)
+            if region is not None:
+                self._retired.append(region)
+        if region is not None:
+            self._background.submit(self._drop_retired)
 
     def fd(self, region_id: int) -> int:
         """The descriptor of the region's file; see RegionMemory."""

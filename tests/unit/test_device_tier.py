@@ -15,7 +15,7 @@ from kvstore.model.values import Place, Region
 from kvstore.testing.gpu import GRANULE_BYTES, RecordingDriver
 from kvstore.tiers.base import Crossing
 from kvstore.tiers.device import DeviceTier
-from kvstore.tiers.driver import DeviceLostError
+from kvstore.tiers.driver import DeviceLostError, HandleKind
 from kvstore.tiers.host import HostTier
 
 MIB = 1 << 20
@@ -250,6 +250,34 @@ def test_pools_are_handed_out_only_if_they_may_be() -> None:
         stand.host.close()
         stand.worker.shutdown()
         assert stand.driver.broken == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"), [(HandleKind.CUDA_FD, False), (HandleKind.CUDA_IPC, True)]
+)
+def test_memory_that_others_opened_by_name_is_freed_once_they_let_go(
+    kind: HandleKind, kept: bool
+) -> None:
+    stand = Stand(export=True)
+    stand.driver.export_kind = kind
+    stand.host.assign(region_of(9, HOST))
+    for region_id in (1, 2):
+        stand.tier.assign(region_of(region_id))
+        crossing = stand.crossing(place(region_id, 0), place(9, 0, HOST), inward=True)
+        assert stand.cross(crossing) == [None]
+        stand.tier.unassign(region_id)
+        stand.settle()
+    del crossing
+    assert (len(stand.driver.memories) == 2) == kept
+    stand.tier.released(1)
+    stand.settle()
+    assert len(stand.driver.memories) == kept
+    assert stand.tier.stats().made_bytes == GRANULE_BYTES
+    stand.worker.submit(stand.tier.close).result()
+    assert stand.driver.memories == {}
+    stand.host.close()
+    stand.worker.shutdown()
+    assert stand.driver.broken == []
 
 
 def test_a_pool_that_cannot_be_exported_is_used_all_the_same() -> None:
