@@ -1,6 +1,8 @@
 """Saving before it is needed: what would be evicted next, so that nobody waits for its slot; and
 before an end what is worth the most. What an archive has aged out is not saved ahead again before
 it is used again: where an archive has less room than all of that, it would be written for ever.
+What it has and would be saved again is named to it instead, once for each use: else it might age
+out what memory is about to drop.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from itertools import islice
 
 from kvstore.core.arena import Arena
 from kvstore.core.books import Books
+from kvstore.core.effects import Wanted
 from kvstore.core.moves import Moves
 from kvstore.core.pools import Pool, Slot
 
@@ -95,13 +98,21 @@ class Ahead:
 
     def _save_coldest(self, pool: Pool, archive: int, wanted: int) -> None:
         at_least = self.books.admission[archive]
+        told: dict[int, list[bytes]] = {}
         for slot in islice(pool.policy, wanted):
-            if not slot.worth_saving() or not pool.policy.admit(slot, at_least):
+            # What it was used for since then, the archive knows or has been told.
+            if slot.touched_ns <= slot.aged_ns or not pool.policy.admit(slot, at_least):
+                continue
+            if slot.saved:
+                assert slot.space is not None
+                told.setdefault(slot.space.id, []).append(slot.key)
+                slot.aged_ns = slot.touched_ns
                 continue
             if self.books.moves_full:
                 del self._looked[pool]  # it is gone on with as soon as some have ended
-                return
+                break
             self.moves.save(slot, archive)
+        self.books.effects += [Wanted(archive, space_id, keys) for space_id, keys in told.items()]
 
     def save_hottest(self) -> int:
         """Saves the most recently used blocks that no archive has, as many as may be out; how many

@@ -70,6 +70,16 @@ class Forget(NamedTuple):
     key: bytes
 
 
+class Wanted(NamedTuple):
+    """An archive is told that these blocks, which it holds, are used in a pool: as if they were
+    loaded. Else it ages out what only it has soon after.
+    """
+
+    tier: int
+    space_id: int
+    keys: list[bytes]
+
+
 class Persist(NamedTuple):
     """Write one durable row, or delete it (value None). Tables: epoch, review, space."""
 
@@ -85,4 +95,6 @@ class Ready(NamedTuple):
     lease_id: int
 
 
-Effect = Assign | Unassign | AssignStaging | UnassignStaging | Copy | Forget | Persist | Ready
+Effect = (
+    Assign | Unassign | AssignStaging | UnassignStaging | Copy | Forget | Wanted | Persist | Ready
+)

@@ -47,10 +47,11 @@ class Slot:
     slot to save it, under which it may still be evicted. marked: releasing the last hold needs
     more than counting (DOOMED, or shelved by the policy). leaving: copies that still read
     the former content; queued: fills that wait for them. rising: the slot that a promotion
-    fills. saved: an archive has the block. aged_ns: its last use when an archive had aged it out;
-    -1: none has. command: the last command that used the block. above: the slot of the block before
-    it, if that was here when it came, under this generation; children: how many such blocks hang on
-    it. uses, grade: the policy's. prompt_tokens: length of the last prompt that had it.
+    fills. saved: an archive has the block. aged_ns: its last use when an archive had aged it out,
+    or was told of it; -1: none. command: the last command that used the block. above: the slot of
+    the block before it, if that was here when it came, under this generation; children: how many
+    such blocks hang on it. uses, grade: the policy's. prompt_tokens: length of the last prompt that
+    had it.
     """
 
     __slots__ = (

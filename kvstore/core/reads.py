@@ -187,6 +187,8 @@ class Reads:
         if request.brings and request.reach is not None:
             self._use_out_of_reach(space, absent[: max(left, 0)], request)
         for index in absent:
+            if index >= request.useful:
+                break
             key = request.keys[index]
             slot = space.index.get(key)
             why = None
@@ -195,7 +197,7 @@ class Reads:
             elif slot is None:
                 archive = None if request.below is None else request.below.get(key)
                 if archive is not None and (space.id, key) not in self.books.forgetting:
-                    slot, why = self._load(space, key, index, archive, request)
+                    slot, why = self._load(lease, key, index, archive, request)
             elif slot.state is READY:
                 slot, why = self._bring_into_reach(slot, request)
             elif request.reach is not None and slot.pool.tier not in request.reach:
@@ -207,17 +209,40 @@ class Reads:
                 left -= 1
             elif not lease.reasons:
                 lease.reasons[index] = why or self.why(space, key)
+        if request.useful < len(lease.slots):
+            lease.reasons.setdefault(request.useful, Reason.NO_SPACE)
 
     def _load(
-        self, space: Space, key: bytes, index: int, archive: int, request: _Request
+        self, lease: ReadLease, key: bytes, index: int, archive: int, request: _Request
     ) -> tuple[Slot | None, Reason | None]:
+        """Begins a load. Where there is no room because of what comes later in the same prompt,
+        that is let go, its end first: what comes after a gap is of no use to the reader.
+        """
         arena = self._landing(request.reach)
         if arena is None:
             return None, Reason.NOT_SUPPORTED
+        space = lease.space
         parent = request.keys[index - 1] if index else b""
         tokens, now_ns = request.prompt_tokens, request.now_ns
-        loaded = self.moves.load(space, key, parent, index, tokens, archive, arena, now_ns)
-        return (loaded, None) if isinstance(loaded, Slot) else (None, loaded)
+        while True:
+            loaded = self.moves.load(space, key, parent, index, tokens, archive, arena, now_ns)
+            if isinstance(loaded, Slot):
+                return loaded, None
+            if loaded is not Reason.NO_SPACE or not self._let_go_last(lease, index, arena, request):
+                return None, loaded
+
+    @staticmethod
+    def _let_go_last(lease: ReadLease, index: int, arena: Arena, request: _Request) -> bool:
+        """The lease holds one block less of those after `index` in this pool. False: none."""
+        while request.useful > index + 1 and not lease.all_or_nothing:
+            request.useful -= 1
+            slot = lease.slots[request.useful]
+            if slot is not None and slot.pool.tier == arena.tier:
+                release_holds((slot,))
+                slot.hits -= 1
+                lease.slots[request.useful] = None
+                return True
+        return False
 
     def _use_out_of_reach(self, space: Space, wanted: Sequence[int], request: _Request) -> None:
         """Blocks that are to be brought are asked for where they are, as those that are held; what
@@ -288,9 +313,11 @@ class Reads:
 
 
 class _Request:
-    """What an acquire was asked, for those who look for absent blocks."""
+    """What an acquire was asked, for those who look for absent blocks. useful: how many of the keys
+    it is still tried to give him.
+    """
 
-    __slots__ = ("allowed", "below", "keys", "now_ns", "prompt_tokens", "reach", "wait")
+    __slots__ = ("allowed", "below", "keys", "now_ns", "prompt_tokens", "reach", "useful", "wait")
 
     def __init__(
         self,
@@ -309,6 +336,7 @@ class _Request:
         self.reach = reach
         self.allowed = allowed
         self.now_ns = now_ns
+        self.useful = len(keys)
 
     @property
     def brings(self) -> bool:

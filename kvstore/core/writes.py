@@ -14,6 +14,7 @@ from kvstore.core.pools import Fill, Slot, release_holds
 from kvstore.core.spaces import Space
 from kvstore.core.staging import Staging
 from kvstore.core.states import SlotState
+from kvstore.core.through import Through
 from kvstore.core.turns import Turns
 from kvstore.model.layout import Part
 from kvstore.model.reasons import Reason
@@ -140,10 +141,11 @@ class Writes:
         pool = space.pools[self.books.ingest.tier]
         assert pool is not None
         self.moves.press_ahead(pool, len(offsets), now_ns)
+        through = Through(self.books, self.moves, pool, found, before.blocks + len(chain))
         for index, _ in zip(wanted, offsets, strict=False):
             slot = found[index]
             if slot is None:
-                slot = None if chain[index] in space.index else self.moves.take(pool, now_ns)
+                slot = None if chain[index] in space.index else through.take(now_ns)
                 if slot is None:
                     reason = Reason.NO_SPACE
                     break

@@ -37,6 +37,11 @@ class SimulatedArchive:
         self.writes = 0
         self.reads = 0
 
+    @property
+    def capacity_bytes(self) -> int:
+        """As `Ring`."""
+        return self._ring.capacity_bytes
+
     def __len__(self) -> int:
         return len(self._places)
 
@@ -70,6 +75,10 @@ class SimulatedArchive:
             places = np.array(self._loaded, np.uint32)
             self._ring.touch(places[:, 0], places[:, 1])
             self._loaded.clear()
+
+    def wanted(self, keys: Sequence[bytes]) -> None:
+        """Tells the ring, before it chooses again, of those of `keys` that it has."""
+        self._loaded += [self._places[key] for key in keys if key in self._places]
 
     def save(self, blocks: Sequence[tuple[bytes, bytes, int]]) -> list[bytes]:
         """Writes (key, parent, depth) each; the keys that were aged out for them."""

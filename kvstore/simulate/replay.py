@@ -1,6 +1,6 @@
 """One run: a trace through the production core and policy, on the trace's own clock.
 
-Every request is what an engine does: acquire what is there, release it, then put the whole prompt.
+Every request is what an engine does: acquire what is there, release it, then put the rest.
 What was stored without being asked for is put alone, and not counted.
 Bytes are not moved; every copy that the core asks for ends at once. Keys are digests of the ids.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvstore.core.ahead import ABOVE_DISK_SHARE
 from kvstore.core.arena import header_bytes
 from kvstore.core.core import Core
-from kvstore.core.effects import Copy, Forget, Persist, Unassign, UnassignStaging
+from kvstore.core.effects import Copy, Forget, Persist, Unassign, UnassignStaging, Wanted
 from kvstore.core.pools import Slot
 from kvstore.model.fingerprint import (
     ORDER_HEADS,
@@ -146,7 +146,7 @@ class Replay:
         if archive is None and disk_blocks:
             self.archive = SimulatedArchive(disk_blocks)
         if self.archive is not None:
-            tiers.append(TierSpec("disk", TierKind.ARCHIVE, max(disk_blocks, 1) * BLOCK_BYTES))
+            tiers.append(TierSpec("disk", TierKind.ARCHIVE, self.archive.capacity_bytes))
         self.core = Core(tiers, [TenantSpec("trace")], limits, policy)
         self.figures = Figures()
         self._first_counted = first_counted
@@ -178,7 +178,7 @@ class Replay:
         keys = [self._key(one) for one in request.ids]
         evicted = self.core.books.ingest.evictions
         hits = self._get(keys) if request.asked else []
-        self._put(keys)
+        self._put(keys, len(hits))
         if request.asked and self._number >= self._first_counted:
             self._count(request, hits)
             if self._observe is not None:
@@ -250,8 +250,8 @@ class Replay:
             hits.append(DISK if was == ABSENT else HOST)
         return hits
 
-    def _put(self, keys: list[bytes]) -> None:
-        """Stores what is missing of a prompt, window by window."""
+    def _put(self, keys: list[bytes], first: int) -> None:
+        """Stores what is missing of a prompt from its `first` block on, window by window."""
         core, session = self.core, self._session
         before: Before = HEAD
         while True:
@@ -260,7 +260,7 @@ class Replay:
                 session,
                 self._space,
                 keys,
-                0,
+                first,
                 0,
                 self._attempt,
                 self._now_ns + 10**12,
@@ -275,6 +275,7 @@ class Replay:
             core.settle_commit(reserved.lease_id, self._now_ns)
             if reserved.reason is Reason.OK:
                 return
+            first = reserved.wanted[-1] + 1
             before = before._replace(since=before.since or reserved.mark)
 
     # ------------------------------------------------------------------ the world
@@ -295,6 +296,9 @@ class Replay:
                         self._end(effect, self._perform(effect))
                 elif isinstance(effect, Unassign | UnassignStaging):
                     core.region_gone(effect.region_id, self._now_ns)
+                elif isinstance(effect, Wanted):
+                    assert self.archive is not None
+                    self.archive.wanted(effect.keys)
                 elif isinstance(effect, Persist):
                     core.persisted(effect.ticket, self._now_ns)
                 else:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from kvstore.clock import Clock
 from kvstore.core.core import Core
-from kvstore.core.effects import Copy, Forget, Persist
+from kvstore.core.effects import Copy, Forget, Persist, Wanted
 from kvstore.model.hits import ABSENT
 from kvstore.model.layout import layout_of
 from kvstore.model.values import SpaceRow
@@ -99,6 +99,10 @@ class Archives:
             archive.describe(space.space_id, space.tenant, fingerprint.digest, slot_bytes)
 
     # ------------------------------------------------------------------ movement
+
+    def told(self, wanted: Wanted) -> None:
+        """Pools use what an archive has."""
+        self._archives[wanted.tier].wanted(wanted.space_id, wanted.keys)
 
     def sent(self, moves: Sequence[Copy | Forget]) -> None:
         """These were handed to the mover."""

@@ -132,6 +132,9 @@ class GuardedArchive:
             saved += [refusal] * (len(blocks) - allowed)
         return saved
 
+    def wanted(self, space_id: int, keys: Sequence[bytes]) -> None:
+        self.inner.wanted(space_id, keys)
+
     def forget(self, names: Sequence[tuple[int, bytes]]) -> None:
         self.inner.forget(names)
 

@@ -24,6 +24,7 @@ from kvstore.core.effects import (
     Ready,
     Unassign,
     UnassignStaging,
+    Wanted,
 )
 from kvstore.ledger import Ledger
 from kvstore.model.fingerprint import Fingerprint
@@ -490,6 +491,8 @@ class Store(Mapped):
             self._regions.assign(effect)
         elif isinstance(effect, Unassign | UnassignStaging):
             self._regions.unassign(effect.region_id)
+        elif isinstance(effect, Wanted):
+            self.archives.told(effect)
         elif isinstance(effect, Persist):
             self.archives.note(effect)
             self._rows.add(effect)

@@ -23,6 +23,7 @@ from kvstore.core.effects import (
     Ready,
     Unassign,
     UnassignStaging,
+    Wanted,
 )
 from kvstore.model.reasons import Reason
 from kvstore.model.values import STAGING, Place, Region
@@ -102,6 +103,8 @@ class Machine:
             self.closing.append(effect.region_id)
         elif isinstance(effect, Forget):
             self._forget(effect)
+        elif isinstance(effect, Wanted):
+            assert effect.keys
         elif isinstance(effect, Persist):
             self.unpersisted.append(effect)
         else:

@@ -133,9 +133,9 @@ Saved = bytes | KVStoreError | OSError
 class Archive(Protocol):
     """Blocks addressed by (space, key), that ages by itself and may outlive the process.
 
-    `find`, `describe`, `usage` and `stats` never wait for the device; the other methods do, and are
-    called by the mover's threads: `save_batch` and `forget` by one at a time, `load` by several at
-    once, but never for one name at the same time.
+    `find`, `wanted`, `describe`, `usage` and `stats` never wait for the device; the other methods
+    do, and are called by the mover's threads: `save_batch` and `forget` by one at a time, `load` by
+    several at once, but never for one name at the same time.
     """
 
     on_dropped: Callable[[int, list[bytes]], None]
@@ -156,6 +156,10 @@ class Archive(Protocol):
         BlockCorrupt if the bytes are not those saved, KVStoreError (MISS_EVICTED) if it has aged
         out.
         """
+        ...
+
+    def wanted(self, space_id: int, keys: Sequence[bytes]) -> None:
+        """Those of `keys` that it holds are used elsewhere: they age as if they had been loaded."""
         ...
 
     def forget(self, names: Sequence[tuple[int, bytes]]) -> None:

@@ -201,8 +201,9 @@ class Assembly:
     def _tiers(self, settings: Settings) -> list[TierSpec]:
         tiers = [TierSpec("host", TierKind.POOL, self.capacity_bytes, ingest=True)]
         if settings.disk.path:
-            # What it may take is its own affair, and known once its file system was asked.
-            tiers.append(TierSpec("disk", TierKind.ARCHIVE, settings.disk.capacity_bytes or 1))
+            # What it may take is its own affair, and known once its file system was asked: a guess.
+            disk_bytes = settings.disk.capacity_bytes or DISK_SHARE * self.capacity_bytes
+            tiers.append(TierSpec("disk", TierKind.ARCHIVE, disk_bytes))
         return gpus.with_device(settings, tiers)
 
     def _core(self, settings: Settings, core_limits: CoreLimits, tiers: list[TierSpec]) -> Core:

@@ -79,6 +79,25 @@ def test_what_is_left_of_a_prompt_is_its_beginning(policy: str) -> None:
             assert all(parents.get(key, key) in space.index for key in space.index)
 
 
+@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("blocks", [100, 161])
+def test_a_prompt_longer_than_memory_comes_back_unless_it_takes_a_quarter_of_the_disk(
+    policy: str, blocks: int
+) -> None:
+    memory, disk = 64, 640
+    tokens = [BLOCK_TOKENS] * blocks
+    hits: list[int] = []
+    replay = Replay(
+        policy_maker(policy, memory, disk),
+        memory,
+        disk,
+        observe=lambda _, got: hits.append(len(got)),
+    )
+    replay.serve(Request(at * 10**9, sum(tokens), range(blocks), tokens) for at in range(4))
+    assert hits == [0, *([blocks if blocks <= disk // 4 else memory] * 3)]
+    replay.core.check()
+
+
 @needs_traces
 @pytest.mark.parametrize("row", [0, 60])
 def test_published_integers(row: int) -> None:

@@ -92,6 +92,9 @@ class MemoryArchive:
     async def find(self, space_id: int, keys: Sequence[bytes]) -> Collection[bytes]:
         return [key for key in keys if (space_id, key) in self.held]
 
+    def wanted(self, space_id: int, keys: Sequence[bytes]) -> None:
+        raise AssertionError("a mover does not tell what is used")
+
     def save_batch(self, blocks: Sequence[SavedBlock]) -> list[Saved]:
         self.batches.append([block.key for block in blocks])
         if isinstance(self.failure, OSError | KVStoreError):

@@ -127,6 +127,11 @@ class DiskTier:
             raise KVStoreError(Reason.MISS_EVICTED, "not there")
         return self.reading.load(volume, space_id, key, space, into)
 
+    def wanted(self, space_id: int, keys: Sequence[bytes]) -> None:
+        volume = self.volume
+        if volume is not None:
+            volume.wanted.append((space_id, keys))
+
     def save_batch(self, blocks: Sequence[SavedBlock]) -> list[Saved]:
         self._loaded.wait(LOAD_WAIT_S)
         with self._writing:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -32,6 +33,8 @@ from kvstore.tiers.disk.rows import Index, Place, RowBatch
 SWEEP_ROWS = 4_096
 TOUCHES_MAX = 128
 """Reads that the ring is told of together: one by one they cost more than the look-up."""
+WANTED_MAX = 16
+"""Batches of names that wait until it is chosen who goes; older ones are forgotten."""
 
 
 class SpaceInfo(NamedTuple):
@@ -96,6 +99,8 @@ class Volume:
         self.orphans: list[int] = []
         self._scratch = ScratchPages()
         self._touched: list[Slot] = []
+        self.wanted: deque[tuple[int, Sequence[bytes]]] = deque(maxlen=WANTED_MAX)
+        """Space and keys that are used in pools; may be added to by any thread."""
 
     # ------------------------------------------------------------------ start
 
@@ -228,7 +233,12 @@ class Volume:
         raise BlockCorrupt(Reason.MISS_CORRUPT, f"{key[:4].hex()}: {fault.text}")
 
     def tell_touches(self) -> None:
-        """Tells the ring what was read: before it chooses, and now and then. `books` is held."""
+        """Tells the ring what was read, or is used in pools: before it chooses, and now and then.
+        `books` is held.
+        """
+        for _ in range(len(self.wanted)):
+            rows = self.catalog.find(*self.wanted.popleft())
+            self.ring.touch(*self.catalog.places(rows[rows != NO_ROW]))
         if self._touched:
             touched = np.array(self._touched, np.uint32)
             self._touched.clear()

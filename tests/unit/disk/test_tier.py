@@ -137,6 +137,22 @@ def test_spaces_do_not_see_each_other() -> None:
     assert bench.reads(key(0))
 
 
+def test_what_pools_use_outlives_what_was_saved_with_it() -> None:
+    bench = DiskBench(capacity_bytes=room(64))
+    used, unused = keys(8, "used"), keys(8, "unused")
+    bench.save(used)
+    bench.save(unused)
+    for number in range(40):
+        bench.tier.wanted(SPACE, [*used, key(0, "nobody has it")])
+        bench.save(keys(8, f"other {number}"))
+        if not bench.find(unused):
+            break
+    assert bench.find(unused) == []
+    assert bench.find(used) == used
+    bench.tier.wanted(OTHER, used)
+    assert all(bench.reads(one) for one in used)
+
+
 def test_when_it_is_full_the_coldest_go_and_are_told() -> None:
     bench = DiskBench(capacity_bytes=room(64))
     for number in range(100):

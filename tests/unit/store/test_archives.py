@@ -10,11 +10,13 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pytest
 
-from kvstore.core.effects import Copy, Forget
+from kvstore.core.effects import Copy, Forget, Wanted
 from kvstore.gather import digest
 from kvstore.model.hits import PENDING
 from kvstore.model.reasons import KVStoreError, Reason
 from kvstore.model.values import CoreLimits
+from kvstore.store.archives import Archives
+from kvstore.store.guarded import GuardedArchive
 from kvstore.testing.workload import fingerprint
 from kvstore.tiers.base import ArchiveStats, ArchiveUsage, Bytes, Saved, SavedBlock
 from tests.unit.store.stand import (
@@ -42,10 +44,14 @@ class MemoryArchive:
         self.described: dict[int, tuple[str, bytes, int]] = {}
         self.on_dropped = lambda space_id, keys: None
         self.asked: list[list[bytes]] = []
+        self.told: list[tuple[int, list[bytes]]] = []
 
     async def find(self, space_id: int, keys: Sequence[bytes]) -> Collection[bytes]:
         self.asked.append(list(keys))
         return [key for key in keys if (space_id, key) in self.held]
+
+    def wanted(self, space_id: int, keys: Sequence[bytes]) -> None:
+        self.told.append((space_id, list(keys)))
 
     def save_batch(self, blocks: Sequence[SavedBlock]) -> list[Saved]:
         for one in blocks:
@@ -172,6 +178,14 @@ def test_a_look_up_sees_both_tiers_and_asks_from_the_first_absent_on() -> None:
         stand.put(stand.session, stand.space, chain[:2])
         assert stand.codes(stand.session, stand.space, chain) == bytes([1, 1, *[ON_DISK] * 5, 0])
         assert stand.archive.asked[-1] == chain[2:]
+
+
+def test_an_archive_is_told_what_memory_uses_of_it() -> None:
+    with Archived() as stand:
+        guarded = GuardedArchive(stand.archive)
+        archives = Archives(stand.store.core, {DISK: guarded}, stand.store.links, stand.clock)
+        archives.told(Wanted(DISK, stand.space, stand.old))
+        assert stand.archive.told == [(stand.space, stand.old)]
 
 
 def test_a_call_that_has_time_gets_what_is_loaded_in_it() -> None:
