@@ -85,7 +85,8 @@ class HitDensity(Generic[E]):
         self._ranked_ns = 0
         self._below = reach - 1
         self._written = 0
-        """Blocks that left for the archive, less those that had come from there."""
+        """Blocks that left for the archive, less those that had come from there; as the two below,
+        of the whole family, in its first member."""
         self._estimated_ns = 0
         self._keeps_ns = KEEPS_MAX_NS
 
@@ -102,7 +103,7 @@ class HitDensity(Generic[E]):
                     self._curves[past.grade].end(now_ns - past.asked_ns)
                     entry.uses = past.uses
                 self._begin(entry, now_ns)
-                self._written -= entry.saved
+                self._family[0]._written -= entry.saved
             self._place(entry)
         self._age(len(entries))
 
@@ -147,7 +148,7 @@ class HitDensity(Generic[E]):
     def _age(self, accesses: int) -> None:
         first = self._family[0]
         first._accesses += accesses
-        if first._accesses >= HALVE_AFTER + 16 * self._inside:
+        if first._accesses >= HALVE_AFTER + 16 * self._of_family():
             first._accesses = 0
             for curve in self._curves:
                 curve.halve()
@@ -206,21 +207,26 @@ class HitDensity(Generic[E]):
         if curve.accesses < EVIDENCE_MIN or watched_ns < WATCHED_MIN_NS:
             return at_least <= self._admit_chance
         age_ns = self._now_ns - entry.touched_ns
-        return curve.chance(age_ns, self._keeps_ns, self._now_ns) >= max(
+        return curve.chance(age_ns, self._family[0]._keeps_ns, self._now_ns) >= max(
             self._admit_chance, at_least
         )
 
     def _estimate_keeping(self) -> None:
-        """How long the archive keeps a block."""
-        if self._below <= 0:
+        """How long the archive keeps a block: blocks go there from one pool and come from there
+        into another.
+        """
+        first = self._family[0]
+        if first._below <= 0:
             return
-        elapsed_ns = self._now_ns - self._estimated_ns
-        if self._written < ESTIMATE_AFTER and elapsed_ns < self._keeps_ns:
+        elapsed_ns = self._now_ns - first._estimated_ns
+        if first._written < ESTIMATE_AFTER and elapsed_ns < first._keeps_ns:
             return
-        inside = sum(one._inside for one in self._family)
-        fills_ns = elapsed_ns * self._below * inside / max(self._written, 1)
-        self._keeps_ns = int((self._keeps_ns + min(fills_ns, KEEPS_MAX_NS)) / 2)
-        self._estimated_ns, self._written = self._now_ns, 0
+        fills_ns = elapsed_ns * first._below * self._of_family() / max(first._written, 1)
+        first._keeps_ns = int((first._keeps_ns + min(fills_ns, KEEPS_MAX_NS)) / 2)
+        first._estimated_ns, first._written = self._now_ns, 0
+
+    def _of_family(self) -> int:
+        return sum(one._inside for one in self._family)
 
     def promote(self, entry: E, over: E | None, now_ns: int) -> bool:
         """See `EvictionPolicy`. Of a class that is hardly known everything rises, as with LRU."""
@@ -253,13 +259,13 @@ class HitDensity(Generic[E]):
         self._now_ns = max(self._now_ns, now_ns)
         if not self._departures % RESIZE_EVERY:
             self._estimate_keeping()
-            inside = sum(one._inside for one in self._family)
-            self._history.resize(max(int(self._history_share * inside), HISTORY_MIN))
+            most = int(self._history_share * self._of_family())
+            self._history.resize(max(most, HISTORY_MIN))
         self._departures += 1
         self._inside -= 1
         if why is Reason.OK:
             return
-        self._written += why is Reason.MISS_EVICTED
+        self._family[0]._written += why is Reason.MISS_EVICTED
         self._history.put(entry.key, Past(entry.touched_ns, entry.uses, entry.grade))
 
     # ------------------------------------------------------------------ candidates

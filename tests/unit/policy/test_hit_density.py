@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.model.reasons import Reason
 from kvstore.policy.history import PLACE_BYTES, USES_MAX, History, Past
-from kvstore.policy.hit_density import EVIDENCE_MIN, WATCHED_MIN_NS, HitDensity
+from kvstore.policy.hit_density import EVIDENCE_MIN, KEEPS_MAX_NS, WATCHED_MIN_NS, HitDensity
 from kvstore.policy.reuse import BINS, EDGES_NS, MARKS_MAX, Curve
 from tests.policy_kit import Block
 
@@ -270,3 +270,32 @@ def test_policies_beside_each_other_learn_together() -> None:
     assert above.coldest() is block
     above.departed(block, Reason.MISS_EVICTED, stand.now_ns)
     assert stand.come(3).uses == 2, "whatever pool it left"
+
+
+def keeps_ns(*, two_pools: bool) -> int:
+    """How long the archive is taken to keep a block, where every other one that comes is loaded
+    from there, and each leaves for it at the end, out of the only pool or out of the one below.
+    """
+    policy: HitDensity[Block] = HitDensity(reach=10)
+    below = policy.beside() if two_pools else policy
+    inside: list[Block] = []
+    for number in range(4_000):
+        now_ns = number * SECOND
+        block = Block(named(number), prompt_tokens=1_000, touched_ns=now_ns, saved=bool(number % 2))
+        policy.insert([block], now_ns)
+        if two_pools:
+            policy.departed(block, Reason.OK, now_ns)
+            policy.remove(block)
+            below.insert([block], now_ns)
+        inside.append(block)
+        if len(inside) > 50:
+            gone = inside.pop(0)
+            below.departed(gone, Reason.MISS_EVICTED, now_ns)
+            below.remove(gone)
+    return policy._keeps_ns
+
+
+def test_an_archive_keeps_a_block_as_long_below_two_pools_as_below_one() -> None:
+    one, two = keeps_ns(two_pools=False), keeps_ns(two_pools=True)
+    assert one < KEEPS_MAX_NS / 2
+    assert one / 2 < two < one * 2
