@@ -144,10 +144,9 @@ class Assembly:
             if self.disk is not None:
                 self._start_disk(self.disk, loop)
             self._undo = undo.pop_all()
-        self._tell(settings, core_limits.region_bytes(self.capacity_bytes))
+        self._tell(settings, regions_in(tiers, core_limits))
 
-    def _tell(self, settings: Settings, region_bytes: int) -> None:
-        regions = self.capacity_bytes // region_bytes
+    def _tell(self, settings: Settings, regions: int) -> None:
         reads_max = READS_MAX * max(1, len(settings.tenants))
         if few := why_few_descriptors(regions, self.limits.sessions_max, reads_max):
             event(log, logging.WARNING, few, setting="limits.sessions_max")
@@ -238,6 +237,12 @@ class Assembly:
                 setting="state.path",
             )
         return ledger
+
+
+def regions_in(tiers: Sequence[TierSpec], core_limits: CoreLimits) -> int:
+    """Ordinary regions of all pools: each takes a descriptor."""
+    pools = [tier.capacity_bytes for tier in tiers if tier.kind is TierKind.POOL]
+    return sum(one // core_limits.region_bytes(one) for one in pools)
 
 
 def eviction(settings: Settings, tiers: Sequence[TierSpec]) -> Callable[[], EvictionPolicy[Slot]]:

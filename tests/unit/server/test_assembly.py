@@ -8,8 +8,8 @@ import pytest
 
 from kvstore.config import Settings
 from kvstore.config.settings import DiskSettings
-from kvstore.model.values import TierKind, TierSpec
-from kvstore_server.assembly import DISK_SHARE, eviction
+from kvstore.model.values import CoreLimits, TierKind, TierSpec
+from kvstore_server.assembly import DISK_SHARE, eviction, regions_in
 
 GIB = 1 << 30
 HOST = TierSpec("host", TierKind.POOL, 2 * GIB, ingest=True)
@@ -36,3 +36,9 @@ def test_a_policy_is_told_the_bytes_of_all_pools_and_of_what_is_below_them(
     settings = Settings(disk=disk)
     policy: Any = eviction(settings, tiers)()
     assert 1 + policy._below == reach
+
+
+def test_descriptors_are_counted_for_the_regions_of_all_pools() -> None:
+    limits = CoreLimits(region_share=1 / 64)
+    assert regions_in([HOST, DISK], limits) == 64
+    assert regions_in([HOST, DEVICE, DISK], limits) == 128
