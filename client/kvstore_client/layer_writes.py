@@ -348,14 +348,18 @@ def _filling(
 ) -> Callable[[], None]:
     """Work that copies one layer of all wanted blocks to where they go."""
 
+    def check() -> None:
+        if why := why_not(held):
+            raise CallFailed(*why)
+
     def each(write: Fill) -> None:
         for index, offset in zip(held.wanted, held.offsets, strict=True):
-            if why := why_not(held):
-                raise CallFailed(*why)
+            check()
             write(index, held.memory[offset + span.start : offset + span.stop])
 
     def work() -> None:
         if isinstance(fill, DeviceFill):
+            fill.await_kernels(check)
             with fill.into(held.staging):
                 each(fill.begin)
         else:

@@ -273,6 +273,29 @@ def test_a_fetch_by_layers_is_closed_behind_a_kernel_that_does_not_end(
     assert not device.broken
 
 
+def test_a_push_by_layers_ends_behind_a_kernel_that_does_not_end(
+    make: MakeClient, store: FakeStore, device: RecordingDevice
+) -> None:
+    clock = Clock(device)
+    space = make(transport=store.transport, device=device, clock=clock).space(MODEL)
+    keys, data = space.keys(tokens(BLOCKS)), rows(BLOCKS, BLOCK_BYTES)
+    device.stuck = True  # for longer than any reservation lives
+    with space.push_layers(keys, deadline_ms=600_000) as push:
+        for layer in range(LAYERS):
+            push.put(layer, Tensor(by_layer(data)[layer]))
+        pushed = push.commit()
+    assert (pushed.stored, pushed.reason) == (0, Reason.LEASE_EXPIRED)
+    assert store.wait(lambda s: not s._reservations)
+    asked = threading.Event()
+    device.asked = asked.set
+    with space.push_layers(keys, deadline_ms=600_000) as push:
+        push.put(0, Tensor(by_layer(data)[0]))
+        assert asked.wait(10)
+    assert not device.copies.steps
+    assert store.wait(lambda s: not s._reservations)
+    assert not device.broken
+
+
 # ---------------------------------------------------------------- ends
 
 

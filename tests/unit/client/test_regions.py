@@ -58,15 +58,16 @@ class Peer:
         )
 
     def add(self, number: int, region: shm.SharedRegion, **wrong: int) -> None:
-        info = {
-            "region_id": number,
-            "slots": SLOTS,
-            "slot_bytes": SLOT_BYTES,
-            "data_offset": shm.header_bytes(SLOTS),
-            "total_bytes": region.total_bytes,
-            **wrong,
-        }
-        self.regions[number] = (pb.RegionInfo(**info), region.fd)
+        info = pb.RegionInfo(
+            region_id=number,
+            slots=SLOTS,
+            slot_bytes=SLOT_BYTES,
+            data_offset=shm.header_bytes(SLOTS),
+            total_bytes=region.total_bytes,
+        )
+        for name, value in wrong.items():
+            setattr(info, name, value)
+        self.regions[number] = info, region.fd
 
     def unmap(self, region_id: int) -> None:
         event = fd_pb2.FdReply(unmap=fd_pb2.Unmap(region_id=region_id))
