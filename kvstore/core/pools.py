@@ -125,7 +125,7 @@ class Slot:
         """The block came from another slot: what is known of its use comes along."""
         self.hits, self.uses, self.grade = other.hits, other.uses, other.grade
         self.touched_ns = other.touched_ns
-        self.prompt_tokens = other.prompt_tokens
+        self.prompt_tokens, self.aged_ns = other.prompt_tokens, other.aged_ns
 
     def worth_saving(self) -> bool:
         """Whether no archive has it, and none had it and aged it out since it was used last."""

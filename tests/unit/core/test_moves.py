@@ -672,3 +672,21 @@ def test_the_fill_of_a_slot_above_waits_for_its_victims_way_down() -> None:
     bench.finish(demote)
     (promote,) = bench.out("promote")
     assert promote.target.slot == demote.source.slot
+
+
+def test_a_block_that_an_archive_aged_out_is_known_as_such_where_it_moves_to() -> None:
+    """Else it would be saved anew after each move, though nobody asked for it since."""
+    bench = Bench(slots=4, device_slots=8, device_below=True, disk=True)
+    session = bench.session()
+    space = bench.space(session)
+    bench.put(session, space, keys(4, "old"))
+    assert bench.core.save_ahead(True, bench.now_ns) == 4
+    bench.settle_all()
+    bench.core.archive_dropped(bench.disk, space, keys(4, "old"))
+    opened = bench.core.books.spaces.get(space)
+    assert opened is not None
+    assert not any(opened.index[key].worth_saving() for key in keys(4, "old"))
+    bench.put(session, space, keys(4, "new"))
+    old = [opened.index[key] for key in keys(4, "old")]
+    assert [slot.pool.tier for slot in old] == [1] * 4
+    assert not any(slot.saved or slot.worth_saving() for slot in old)
