@@ -32,6 +32,7 @@ from kvstore_client.session import Session
 from kvstore_client.steps import Connect, Context, Operation, Refusal, Rpc
 
 __all__ = [
+    "TOKENS_MAX",
     "Binding",
     "Refused",
     "SpaceSpec",
@@ -136,6 +137,8 @@ def _binding(spec: SpaceSpec, reply: pb.OpenReply) -> Binding:
 
 
 TTL_MARGIN_MS = 50
+TOKENS_MAX = 0xFFFF_FFFF
+"""Of a prompt, as a message tells its length."""
 
 
 def lease_ttl_ms(context: Context) -> int:

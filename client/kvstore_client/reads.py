@@ -24,6 +24,7 @@ from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client.arrays import Bytes, Rows
 from kvstore_client.calls import (
     SPACE_GONE,
+    TOKENS_MAX,
     Binding,
     SpaceSpec,
     check_digest,
@@ -65,8 +66,6 @@ __all__ = [
 
 PIECE_BYTES = 64 << 20
 """Copied at a time, 10-15 ms: the deadline is looked at in between."""
-TOKENS_MAX = 0xFFFF_FFFF
-"""In a message's field."""
 ANSWER_MARGIN_MS = 20
 """Left of the deadline for the answer of a daemon that waits."""
 

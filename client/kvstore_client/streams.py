@@ -20,6 +20,7 @@ from kvstore.wire import convert
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client.arrays import Bytes, Rows
 from kvstore_client.calls import (
+    TOKENS_MAX,
     Binding,
     SpaceSpec,
     check_digest,
@@ -81,7 +82,7 @@ def download_blocks(
                 keys=b"".join(keys),
                 wait_ms=min(request.wait_ms, context.deadline.left_ms()),
                 request_id=request.request_id,
-                prompt_tokens=min(request.prompt_tokens, 0xFFFF_FFFF),
+                prompt_tokens=min(request.prompt_tokens, TOKENS_MAX),
             )
             chunks = session.transport.download(
                 message.SerializeToString(), context.deadline.left_s()

@@ -31,9 +31,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.model.keys import BlockKey
-from kvstore.model.reasons import Reason
 from kvstore_client.client import Space
 from kvstore_client.engines.lanes import Lane
+from kvstore_client.engines.refusals import Refusals
 from kvstore_client.engines.tier_values import (
     OUTCOMES,
     Answer,
@@ -46,7 +46,7 @@ from kvstore_client.engines.tier_values import (
     runs,
     trace_id,
 )
-from kvstore_client.results import Fetched, Hit, Presence, Pushed
+from kvstore_client.results import Fetched, Pushed
 
 __all__ = ["OUTCOMES", "Answer", "AsyncTier", "Deadlines", "Finished", "Spaces"]
 
@@ -54,8 +54,6 @@ log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
-TOLD_MAX = 64
-"""Kinds of refusals that are logged."""
 KEYS_MAX: Final = 32_768
 """Keys that are remembered: those of the prompts that are under way, some 10 MB. A prompt is stored
 in pieces, each with the whole chain before it, and a key costs 10 us of the interpreter's lock."""
@@ -131,7 +129,7 @@ class AsyncTier:
         self._finished: deque[Finished] = deque()
         self._counted: Counter[str] = Counter()
         self._counting = threading.Lock()
-        self._told: set[str] = set()
+        self._refusals = Refusals(log)
         self._lookups: Lane[list[Question]] = Lane(
             "kvstore-lookup", self._look_up, self._give_up_lookup, threaded=threaded
         )
@@ -338,7 +336,7 @@ class AsyncTier:
         self._count("lookup_hit", loaded)
         self._count("lookup_declined", hit.blocks - loaded)
         self._count("lookup_miss", len(keys) - hit.blocks)
-        self._tell_why(hit)
+        self._refusals.tell(hit)
         self._answer(asked, [index < loaded for index in range(len(asked))])
 
     def _look_up_others(self, question: Question, asked: list[Asked]) -> None:
@@ -353,29 +351,12 @@ class AsyncTier:
         hits = sum(found.there)
         self._count("lookup_hit", hits)
         self._count("lookup_miss", len(keys) - hits)
-        self._tell_why(found)
+        self._refusals.tell(found)
         self._answer(asked, found.there)
 
     def _answer(self, asked: Sequence[Asked], there: Sequence[bool]) -> None:
         answers = [Answer.HIT if yes else Answer.MISS for yes in there]
         self._answers.append(list(zip(asked, answers, strict=True)))
-
-    def _tell_why(self, hit: Hit | Presence) -> None:
-        """Once for each kind: why an engine gets nothing is the first thing that is asked."""
-        ordinary = hit.reason.is_miss and hit.reason is not Reason.MISS_INCOMPATIBLE
-        if ordinary or hit.reason is Reason.OK:
-            return
-        fields = "; ".join(str(difference) for difference in hit.differences)
-        kind = f"{hit.reason.name} {fields}"
-        if kind in self._told or len(self._told) >= TOLD_MAX:
-            return
-        self._told.add(kind)
-        log.warning(
-            "kvstore: a lookup found nothing. %s: %s %s",
-            hit.reason.name,
-            hit.detail or hit.reason.text,
-            fields,
-        )
 
     def _give_up_lookup(self, questions: list[Question]) -> None:
         self._answers.append([(a, Answer.MISS) for question in questions for a in question.asked])

@@ -31,8 +31,8 @@ from kvstore.model.keys import BlockKey
 from kvstore.model.reasons import Reason
 from kvstore_client.client import Space
 from kvstore_client.engines.async_tier import Spaces
+from kvstore_client.engines.refusals import Refusals
 from kvstore_client.engines.tier_values import Deadlines
-from kvstore_client.results import Hit
 
 __all__ = ["Page", "PageStore"]
 
@@ -44,8 +44,6 @@ Page = Sequence[Bytes]
 
 KEYS_MAX: Final = 65_536
 """Keys that are remembered: a prompt's are asked for, loaded and stored in three calls."""
-TOLD_MAX: Final = 64
-"""Kinds of refusals that are logged."""
 SCRATCH_BYTES: Final = 16 << 20
 """Of blocks that are fetched before they are copied to where the engine wants them."""
 IN_PLACE_NOT: Final = frozenset({Reason.NOT_SUPPORTED, Reason.VIEW_LIMIT})
@@ -76,7 +74,7 @@ class PageStore:
         self._durable = durable
         self._clock_ns = clock_ns
         self._counted: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._refusals = Refusals(log)
         self._lock = threading.Lock()
 
     def exists(self, keys: Sequence[str]) -> int:
@@ -88,7 +86,7 @@ class PageStore:
         self._count("lookup_hit", loaded)
         self._count("lookup_declined", hit.blocks - loaded)
         self._count("lookup_miss", len(keys) - hit.blocks)
-        self._tell_why(hit)
+        self._refusals.tell(hit)
         return loaded
 
     def load(self, keys: Sequence[str], pages: Sequence[Page]) -> int:
@@ -217,24 +215,6 @@ class PageStore:
         if number:
             with self._lock:
                 self._counted[what] += number
-
-    def _tell_why(self, hit: Hit) -> None:
-        """Once for each kind: why an engine gets nothing is the first thing that is asked."""
-        ordinary = hit.reason.is_miss and hit.reason is not Reason.MISS_INCOMPATIBLE
-        if ordinary or hit.reason is Reason.OK:
-            return
-        fields = "; ".join(str(difference) for difference in hit.differences)
-        kind = f"{hit.reason.name} {fields}"
-        with self._lock:
-            if kind in self._told or len(self._told) >= TOLD_MAX:
-                return
-            self._told.add(kind)
-        log.warning(
-            "kvstore: a lookup found nothing. %s: %s %s",
-            hit.reason.name,
-            hit.detail or hit.reason.text,
-            fields,
-        )
 
 
 def _scatter(block: Bytes, page: Page) -> None:

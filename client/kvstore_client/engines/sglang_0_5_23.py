@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -29,6 +28,7 @@ from sglang.srt.runtime_context import (
     process_model_config,
 )
 
+from kvstore_client.engines.engine_facts import commit_of, plain, plain_mapping
 from kvstore_client.engines.refused import Refused
 from kvstore_client.engines.sglang_facts import Facts
 
@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 
 POOLS = {"MHATokenToKVPoolHost": "mha", "MLATokenToKVPoolHost": "mla"}
 """Exact classes: a subclass keeps something else in its pages."""
-COMMIT_DIGITS = 40
 QUANTISED_AS = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 LOADERS = (
     "custom_weight_loader",
@@ -126,13 +125,13 @@ def facts_of(
     return Facts(
         sglang_version=version,
         model=str(named.model_path),
-        commit=_commit_of(model.hf_config),
+        commit=commit_of(model.hf_config),
         load_format=str(named.load_format),
         loader=", ".join(name for name in LOADERS if _setting(name)),
         updated=", ".join(updates()),
-        config=_plain_mapping(model.hf_config.to_dict()),
+        config=plain_mapping(model.hf_config.to_dict()),
         settings={
-            **{name: _plain(_setting(name)) for name in SETTINGS},
+            **{name: plain(_setting(name)) for name in SETTINGS},
             "dtype": str(model.dtype),
             "speculative": str(_setting("speculative_algorithm")),
             "dcp": config.dcp_size,
@@ -169,13 +168,6 @@ def _setting(name: str) -> Any:
     return resolution_result(get_server_args(), name)
 
 
-def _commit_of(hf_config: Any) -> str:
-    """The hub's commit that the configuration is of, "" if it is none of the hub's."""
-    commit = getattr(hf_config, "_commit_hash", None)
-    known = isinstance(commit, str) and len(commit) == COMMIT_DIGITS
-    return str(commit) if known else ""
-
-
 def _kv_dtype(pool: Any) -> str:
     """SGLang keeps 8-bit floats as bytes: which they are is in its settings."""
     name = str(pool.dtype).removeprefix("torch.")
@@ -183,18 +175,3 @@ def _kv_dtype(pool: Any) -> str:
         return name
     asked = str(get_model().kv_cache_dtype)
     return QUANTISED_AS.get(asked, asked)
-
-
-def _plain_mapping(value: Mapping[Any, Any]) -> dict[str, object]:
-    return {str(name): _plain(item) for name, item in value.items()}
-
-
-def _plain(value: Any) -> object:
-    """As effective_config_digest takes it; what it does not know, by its text."""
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    if isinstance(value, Mapping):
-        return _plain_mapping(value)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value)

@@ -29,7 +29,7 @@ from kvstore.model.fingerprint import (
 from kvstore.model.keys import BlockKey, chain_digests
 from kvstore.model.layout import layout_of
 from kvstore.model.reasons import BadRequest
-from kvstore_client.effective_config import effective_config_digest
+from kvstore_client.engines.engine_facts import GGUF, config_digest, name_of
 from kvstore_client.engines.refused import Refused
 
 __all__ = [
@@ -53,8 +53,6 @@ CHECKPOINT_SCALES: Final = "checkpoint"
 """`scales_digest` of quantised KV whose scales are in the weight files."""
 FOLDER_FORMATS: Final = frozenset({"auto", "safetensors", "pt", "npcache", "gguf", "mistral"})
 """Load formats that read the weight files of the model's folder as they are."""
-GGUF: Final = "gguf"
-"""Of a commit's files in this format one is loaded, and the commit does not tell which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +160,12 @@ def fingerprint_of(
     try:
         fingerprint = Fingerprint(
             identity=Identity(
-                model_name=model_name or _name_of(facts.model),
+                model_name=model_name or name_of(facts.model),
                 weights_revision=revision,
                 weight_epoch=weight_epoch,
-                config_digest=_config_digest(facts),
+                config_digest=config_digest(
+                    "sglang", facts.config, facts.settings, facts.load_format
+                ),
             ),
             geometry=_geometry(facts),
             encoding=_encoding(facts),
@@ -189,10 +189,6 @@ def _as_loaded(facts: Facts) -> bool:
 def _commit_names_weights(facts: Facts) -> bool:
     several = GGUF in (facts.load_format, facts.settings.get("quantization"))
     return bool(facts.commit) and _as_loaded(facts) and not several
-
-
-def _name_of(model: str) -> str:
-    return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def _geometry(facts: Facts) -> Geometry:
@@ -237,16 +233,6 @@ def _layout_version(facts: Facts) -> str:
         f"tp={rank}/{facts.tensor_parallel} pp={facts.pipeline_rank}/{facts.pipeline_parallel} "
         f"layers={facts.first_layer}-{last}"
     )
-
-
-def _config_digest(facts: Facts) -> str | None:
-    """None, which is held, if the configuration has no canonical form."""
-    try:
-        named = {**facts.settings, "load_format": facts.load_format}
-        settings = {f"sglang.{name}": value for name, value in named.items()}
-        return effective_config_digest({**facts.config, **settings})
-    except (TypeError, ValueError):
-        return None
 
 
 def weights_folder(facts: Facts) -> Path | None:

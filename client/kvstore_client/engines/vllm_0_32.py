@@ -9,10 +9,8 @@ One such module for each minor version of vLLM, listed in `vllm_tier.VERSIONS`.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
-from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -28,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvstore_client.engines.engine_facts import commit_of, plain, plain_mapping
 from kvstore_client.engines.refused import Refused
 from kvstore_client.engines.vllm_facts import CacheGroup, Facts
 
@@ -37,7 +36,6 @@ log = logging.getLogger(__name__)
 
 FRAMES_MAX = 24
 """Between the tier's constructor and the connector's there are about eight."""
-COMMIT_DIGITS = 40
 
 
 def facts_of(spec: Any, row_bytes: int) -> Facts:
@@ -53,10 +51,10 @@ def facts_of(spec: Any, row_bytes: int) -> Facts:
     return Facts(
         vllm_version=vllm.__version__,
         model=str(model.model),
-        commit=_commit_of(model.hf_config),
+        commit=commit_of(model.hf_config),
         config_from=_config_from(model),
         load_format=str(config.load_config.load_format),
-        config=_plain_mapping(model.hf_config.to_dict()),
+        config=plain_mapping(model.hf_config.to_dict()),
         settings=_settings(config),
         updates=_updates_of(config),
         draft=_draft_of(config),
@@ -144,13 +142,6 @@ def _kind_of(kv_spec: Any) -> tuple[str, int]:
     return type(kv_spec).__name__, 0
 
 
-def _commit_of(hf_config: Any) -> str:
-    """The hub's commit that the configuration is of, "" if it is none of the hub's."""
-    commit = getattr(hf_config, "_commit_hash", None)
-    known = isinstance(commit, str) and len(commit) == COMMIT_DIGITS
-    return str(commit) if known else ""
-
-
 def _config_from(model: Any) -> str:
     """Where configuration and weights come from different places, that of the configuration."""
     other_revision = getattr(model, "_hf_config_revision", None)
@@ -197,7 +188,7 @@ def _settings(config: VllmConfig) -> dict[str, object]:
         "v2_runner": getattr(config, "use_v2_model_runner", None),
         "kv_dtype_skip_layers": getattr(config.cache_config, "kv_cache_dtype_skip_layers", None),
     }
-    return {name: _plain(value) for name, value in named.items()}
+    return {name: plain(value) for name, value in named.items()}
 
 
 def _backend_of(config: VllmConfig, layer_names: tuple[str, ...], kv_spec: Any) -> str:
@@ -248,22 +239,3 @@ def _cpu_isa(config: VllmConfig, kv_spec: Any) -> str:
         log.warning("kvstore: the packing of KV by the CPU cannot be told", exc_info=True)
         return ""
     return f"{packing}/{torch.backends.cpu.get_cpu_capability()}"
-
-
-def _plain_mapping(value: Mapping[Any, Any]) -> dict[str, object]:
-    return {str(name): _plain(item) for name, item in value.items()}
-
-
-def _plain(value: Any) -> object:
-    """As effective_config_digest takes it; what it does not know, by its text."""
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    if isinstance(value, Mapping):
-        return _plain_mapping(value)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(str(item) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    return str(value)

@@ -30,7 +30,7 @@ from kvstore.model.fingerprint import (
 from kvstore.model.keys import BlockKey, chain_digests
 from kvstore.model.layout import layout_of
 from kvstore.model.reasons import BadRequest
-from kvstore_client.effective_config import effective_config_digest
+from kvstore_client.engines.engine_facts import GGUF, config_digest, name_of
 from kvstore_client.engines.refused import Refused
 
 __all__ = [
@@ -64,8 +64,6 @@ FOLDER_FORMATS: Final = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "gguf", "mistral"}
 )
 """Load formats that read the weight files of the model's folder as they are."""
-GGUF: Final = "gguf"
-"""Of a commit's files in this format one is loaded, and the commit does not tell which."""
 
 WHOLE: Final = ("full", "mla")
 """Kinds of groups that need each block of a prompt."""
@@ -257,10 +255,12 @@ def fingerprint_of(
     try:
         fingerprint = Fingerprint(
             identity=Identity(
-                model_name=model_name or _name_of(facts.model),
+                model_name=model_name or name_of(facts.model),
                 weights_revision=revision,
                 weight_epoch=weight_epoch,
-                config_digest=_config_digest(facts),
+                config_digest=config_digest(
+                    "vllm", facts.config, facts.settings, facts.load_format
+                ),
             ),
             geometry=_geometry(facts),
             encoding=_encoding(facts),
@@ -281,10 +281,6 @@ def _commit_names_weights(facts: Facts) -> bool:
     loaded = facts.load_format in FOLDER_FORMATS and not facts.config_from
     several = GGUF in (facts.load_format, facts.settings.get("quantization"))
     return bool(facts.commit) and loaded and not several and not facts.updates
-
-
-def _name_of(model: str) -> str:
-    return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def _geometry(facts: Facts) -> Geometry:
@@ -360,16 +356,6 @@ def _layout_version(facts: Facts) -> str:
         f"block={facts.widest.block_tokens}x{facts.blocks_per_row} "
         f"hash={algorithm}/{facts.hash_tokens}/{seed[:64]}"
     )
-
-
-def _config_digest(facts: Facts) -> str | None:
-    """None, which is held, if the configuration has no canonical form."""
-    try:
-        named = {**facts.settings, "load_format": facts.load_format}
-        settings = {f"vllm.{name}": value for name, value in named.items()}
-        return effective_config_digest({**facts.config, **settings})
-    except (TypeError, ValueError):
-        return None
 
 
 def weights_folder(facts: Facts) -> Path | None:
