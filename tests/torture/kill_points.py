@@ -54,8 +54,10 @@ SYSCALLS = (
 STRACE = ("strace", "-f", "-qq")
 ACTS_MAX = 4
 """Rounds of the script within which a thread has to make its n-th call."""
-ATTEMPTS = 2
-"""Which thread takes what, and how long a drain lasts, is chance: two starts may get to a point."""
+ACTS = {"failpoint": (1, ACTS_MAX), "syscall": (ACTS_MAX, ACTS_MAX)}
+"""Which thread takes what, what is worth a write, and how long a drain lasts, is chance: two starts
+may get to a point.
+"""
 CAPACITY_BYTES_MIN = 3 << 20
 SHRUNK_SHARE = 0.75
 """Of what a folder takes: segments go as soon as it is opened."""
@@ -243,18 +245,18 @@ class _Scripted:
 
     def visit(self, point: Point) -> bool:
         """A start that ends at this point; False: it did not, in two attempts."""
-        return any(self._visit(point) for _ in range(ATTEMPTS))
+        return any(self._visit(point, acts) for acts in ACTS[point.kind])
 
-    def _visit(self, point: Point) -> bool:
+    def _visit(self, point: Point, acts: int) -> bool:
         with self.kept.named(str(point)):
             if point.kind == "failpoint":
                 self._arrange(point.name.rpartition(".")[0])
-                code = self._run(f"{point.name}=kill,nth:{point.nth}")
+                code = self._run(f"{point.name}=kill,nth:{point.nth}", acts=acts)
             else:
                 self._arrange("")
                 inject = f"inject={point.name}:signal=SIGKILL:when={point.nth}"
                 trace = (*STRACE, "-o", os.devnull, "-e", f"trace={point.name}", "-e", inject)
-                code = self._run(prefix=trace, acts=ACTS_MAX)
+                code = self._run(prefix=trace, acts=acts)
             if code not in (0, -signal.SIGKILL):
                 self.kept.oracle.failed(f"it ended with {code}")
         return code == -signal.SIGKILL
