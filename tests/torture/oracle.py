@@ -48,7 +48,7 @@ from kvstore.wire.v1 import admin_pb2
 from kvstore.wire.v1 import store_pb2 as pb
 from tests.daemon import Daemon
 from tests.e2e.stage import Prompt
-from tests.rawclient import Bytes, Leased, RawAdmin, RawClient, Refused, reason
+from tests.rawclient import Bytes, Gone, Leased, RawAdmin, RawClient, Refused, reason
 from tests.torture.base import Outcome
 
 LATE_S = 1.0
@@ -467,7 +467,15 @@ class Client:
         with self._calling("copying"):
             self._reads += 1
             sent = self._sent and not self._reads % 2
-            rows = self.raw.read(leased) if sent else self.raw.copy(leased)
+            try:
+                rows = self.raw.read(leased) if sent else self.raw.copy(leased)
+            except Gone:
+                # Its memory may be asked for too late; while the lease lasts it has to be there.
+                if (time.monotonic() - began) * 1e3 < leased.reply.ttl_ms:
+                    raise
+                self.missed = Reason.REGION_UNKNOWN
+                self.raw.release(leased.lease_id)
+                return 0
         took_ms = (time.monotonic() - began) * 1e3
         if sent and self.raw.read_end in (Reason.SPACE_CLOSED, Reason.SPACE_UNKNOWN):
             took_ms = leased.reply.ttl_ms  # closed meanwhile: nothing of it is sent any more
