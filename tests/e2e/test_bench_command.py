@@ -121,7 +121,7 @@ def test_nothing_is_stored_that_could_not_be_dropped(daemon: Daemon, tmp_path: P
 
 
 def test_interrupted_it_drops_what_it_stored(daemon: Daemon) -> None:
-    process = start(daemon, "--blocks", 4, "--block-kib", 64, "--rounds", 1_000, "--json")
+    process = start(daemon, "--blocks", 32, "--block-kib", 64, "--rounds", 1_000, "--json")
     with RawAdmin(daemon.admin_socket) as admin:
         until("blocks are stored", lambda: admin.stats().tiers[0].blocks >= 4, 30.0)
     process.send_signal(signal.SIGINT)

@@ -131,7 +131,7 @@ class Evening:
 
 def test_what_is_plainly_better_is_kept_and_then_watched(daemons: Daemons, tmp_path: Path) -> None:
     evening = Evening(daemons, tmp_path)
-    evening.run(SMALL, requests=60, compute=20)
+    evening.run(SMALL, requests=120, compute=20)
     made = evening.report(code=0)
     assert made["verdict"]["word"] == "keep", made["verdict"]
     assert made["samples"]["arms"].keys() == {"applied", "held_out"}
@@ -156,7 +156,7 @@ def test_loads_that_are_slower_than_computing_roll_back(daemons: Daemons, tmp_pa
     that would notice is told nothing: then the comparison is what is left.
     """
     evening = Evening(daemons, tmp_path, guards__load_stop_ratio=0)
-    evening.run(LARGE, requests=80, compute=0)
+    evening.run(LARGE, requests=200, compute=0)
     made = evening.report(code=1)
     assert made["verdict"]["word"] == "roll back", made["verdict"]
     assert any("first_token_ms.p50" in one for one in made["worse"])

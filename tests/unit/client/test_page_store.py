@@ -45,7 +45,7 @@ class Stage:
             spaces,
             PAGE_BYTES,
             key_of,
-            deadlines=Deadlines(lookup_ms=20, load_ms=50, store_ms=100),
+            deadlines=Deadlines(lookup_ms=2_000, load_ms=2_000, store_ms=2_000),
             clock_ns=self.clock,
         )
 
