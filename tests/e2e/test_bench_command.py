@@ -40,6 +40,9 @@ def hit_tokens(daemon: Daemon) -> float:
 def start(daemon: Daemon, *arguments: object) -> subprocess.Popen[str]:
     folder = Path(daemon.admin_socket).parent
     command = [sys.executable, "-m", "kvstore.cli", "bench", "--runtime-dir", str(folder)]
+    # Where tests run in the background of a script it is ignored, and children inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [*command, *map(str, arguments)],
         stdout=subprocess.PIPE,
