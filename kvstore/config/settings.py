@@ -199,6 +199,14 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
             when="the machine swaps.",
         ),
     ] = "auto"
+    huge_pages: Annotated[
+        Literal["auto", "off"],
+        knob(
+            "Put the memory into pages of 2 MiB where Linux can (6.1), from which and into which "
+            "disks are faster, or leave it in those that it came in.",
+            when="making them, once after each start, disturbs what runs beside.",
+        ),
+    ] = "auto"
 
 
 class DiskSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,23 +23,30 @@ from numpy.typing import NDArray
 
 from kvstore.model.reasons import KVStoreError, Reason, StartError
 from kvstore.model.values import STAGING, Place, Region
-from kvstore.shm import ARENA_SEALS, STAGING_SEALS, header_bytes
+from kvstore.shm import ARENA_SEALS, STAGING_SEALS, header_bytes, join
 from kvstore.tiers.base import Bytes
 from kvstore.tiers.memory_budget import ReadText, memlock_bytes, read_text, why_not_lockable
-from kvstore.tiers.stock import Memory, Stock
+from kvstore.tiers.stock import Join, Memory, Stock
 
 log = logging.getLogger(__name__)
 
 BACKGROUND_NICE = 10
+HUGE_FAILURES_MAX = 8
+"""In a row; then memory is too scattered for huge pages, and looking for some more would cost too
+much.
+"""
 END_S = 5.0
 """How long `close` waits for the thread, which does nothing that takes longer, unless it hangs."""
 
 LockMode = Literal["auto", "off", "require"]
+HugeMode = Literal["auto", "off"]
 
 
 @dataclass(frozen=True)
 class HostStats:
-    """A snapshot, in bytes unless named otherwise. `lock_reason`: why memory is not locked."""
+    """A snapshot, in bytes unless named otherwise. `lock_reason`: why memory is not locked;
+    `huge_reason`: why it is in huge pages no longer, or not at all.
+    """
 
     capacity_bytes: int
     assigned_bytes: int
@@ -49,6 +56,8 @@ class HostStats:
     prefaulted_bytes: int
     locked_bytes: int
     lock_reason: str
+    huge_bytes: int
+    huge_reason: str
     prefault_error: str
     regions: int
     staging_regions: int
@@ -78,6 +87,8 @@ class HostTier:
         *,
         region_bytes: int,
         mlock: LockMode = "auto",
+        huge_pages: HugeMode = "auto",
+        join: Join = join,
         read: ReadText = read_text,
         memlock: Callable[[], int | None] = memlock_bytes,
     ) -> None:
@@ -86,8 +97,11 @@ class HostTier:
         self._capacity_bytes = capacity_bytes
         self._mlock = mlock
         self._read = read
+        self._join = join
         self._locking = False
         self._lock_reason = "host.mlock is off" if mlock == "off" else "not tried yet"
+        self._huge_failures = 0
+        self._huge_reason = "host.huge_pages is off" if huge_pages == "off" else ""
         self._prefault_error = ""
         self._regions: dict[int, _Region] = {}
         self._staging: dict[int, _Region] = {}
@@ -286,6 +300,8 @@ class HostTier:
                 prefaulted_bytes=sum(memory.prefaulted_bytes for memory in memories),
                 locked_bytes=sum(memory.total_bytes for memory in memories if memory.locked),
                 lock_reason=self._lock_reason,
+                huge_bytes=sum(memory.huge_bytes for memory in memories),
+                huge_reason=self._huge_reason,
                 prefault_error=self._prefault_error,
                 regions=len(regions),
                 staging_regions=len(staging),
@@ -326,7 +342,15 @@ class HostTier:
             cold = self._make()
             if cold is None:
                 return False
-        cold.warm(self._locking)
+        huge_bytes = cold.huge_bytes
+        why_not_huge = cold.warm(self._locking, None if self._huge_reason else self._join)
+        if why_not_huge:
+            self._huge_failures += 1
+            if self._huge_failures == HUGE_FAILURES_MAX:
+                self._huge_reason = why_not_huge
+                log.info("host tier: no more huge pages: %s", why_not_huge)
+        elif cold.huge_bytes > huge_bytes:
+            self._huge_failures = 0
         if cold.lock_reason:
             self._locking, self._lock_reason = False, cold.lock_reason
         with self._guard:

@@ -12,10 +12,10 @@ Used by the host tier alone. `Stock` is not thread-safe; its owner holds a lock 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvstore import shm
-from kvstore.shm import Seal, SharedRegion
+from kvstore.shm import HUGE_PAGE_BYTES, MappedRegion, Seal, SharedRegion
 
 NAME = "kvstore-host"
 WARM_BYTES = 1 << 20
@@ -23,16 +23,20 @@ WARM_BYTES = 1 << 20
 so that a larger piece would stall every thread that allocates: 32 MiB doubled the time of a lookup.
 """
 
+Join = Callable[[MappedRegion, int, int], tuple[int, str]]
+"""As `shm.join`."""
+
 
 class Memory:
     """One memfd with the daemon's writable mapping of it."""
 
-    __slots__ = ("_fd", "lock_reason", "locked", "prefaulted_bytes", "shared")
+    __slots__ = ("_fd", "huge_bytes", "lock_reason", "locked", "prefaulted_bytes", "shared")
 
     def __init__(self, total_bytes: int) -> None:
         """OSError if there is no descriptor or address space left."""
         self.shared: SharedRegion = shm.create_region(total_bytes, NAME)
         self.prefaulted_bytes = 0
+        self.huge_bytes = 0
         self.locked = False
         self.lock_reason = ""
         # Opened before any client sees it: the owner of a memfd may change its mode, and a client
@@ -57,18 +61,27 @@ class Memory:
         """Cuts it to `total_bytes` and fixes its size; one descriptor stays, for clients."""
         self.shared.shrink(total_bytes)
         self.prefaulted_bytes = min(self.prefaulted_bytes, total_bytes)
+        self.huge_bytes = min(self.huge_bytes, total_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
         self.shared.seal(seals)
         if client_writes:
             self._fd, self.shared.fd = self.shared.fd, self._fd
         os.close(self.shared.fd)
         self.shared.fd = -1
 
-    def warm(self, lock: bool) -> None:
-        """Faults in the next piece; locks the whole after the last one, if wanted."""
-        shm.prefault(self.shared.map, self.prefaulted_bytes, WARM_BYTES, write=True)
-        self.prefaulted_bytes = min(self.prefaulted_bytes + WARM_BYTES, self.total_bytes)
+    def warm(self, lock: bool, join: Join | None = None) -> str:
+        """Faults in the next piece; locks the whole after the last one, if wanted. Huge pages that
+        are complete by that are made with `join`: returns why they were not, "" else.
+        """
+        start, why_not = self.prefaulted_bytes, ""
+        shm.prefault(self.shared.map, start, WARM_BYTES, write=True)
+        end = self.prefaulted_bytes = min(start + WARM_BYTES, self.total_bytes)
+        if join is not None:
+            start -= start % HUGE_PAGE_BYTES
+            joined, why_not = join(self.shared.map, start, end - start)
+            self.huge_bytes += joined
         if lock and not self.cold and not self.locked:
             self.locked, self.lock_reason = shm.lock(self.shared.map)
+        return why_not
 
     def close_fds(self) -> None:
         """Closes the descriptors; idempotent."""

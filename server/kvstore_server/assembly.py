@@ -91,6 +91,7 @@ class Assembly:
                 self.capacity_bytes,
                 region_bytes=core_limits.region_bytes(self.capacity_bytes),
                 mlock=settings.host.mlock,
+                huge_pages=settings.host.huge_pages,
             )
             self.host.start()
             undo.callback(self.host.close)

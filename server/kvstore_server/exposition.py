@@ -348,6 +348,7 @@ def _of_host(host: HostStats, wanted_bytes: int) -> Iterator[Metric]:
     for name, text in (
         ("prefaulted_bytes", "Bytes of host memory that are faulted in."),
         ("locked_bytes", "Bytes of host memory that cannot be swapped out."),
+        ("huge_bytes", "Bytes of host memory that were put into huge pages."),
         ("stock_bytes", "Bytes of host memory that are prepared for regions to come."),
     ):
         yield _gauge(f"host_{name}", text, [({}, getattr(host, name))])

@@ -43,6 +43,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "host.allow_smaller": st.booleans(),
     "host.staging_bytes": st.integers(0, 1 << 40),
     "host.mlock": st.sampled_from(["auto", "off", "require"]),
+    "host.huge_pages": st.sampled_from(["auto", "off"]),
     "device.capacity_bytes": st.integers(0, 1 << 50),
     "device.gpu": st.integers(0, 63),
     "device.pools": st.sampled_from(["staged", "shared_unproven"]),

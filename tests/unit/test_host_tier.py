@@ -7,15 +7,18 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore import shm
 from kvstore.model.reasons import KVStoreError, StartError
 from kvstore.model.values import STAGING, CoreLimits, Place, Region
-from kvstore.tiers.host import HostTier
+from kvstore.shm import HUGE_PAGE_BYTES as HUGE
+from kvstore.shm import MappedRegion
+from kvstore.tiers.host import HUGE_FAILURES_MAX, HostTier
 from kvstore.tiers.stock import NAME, WARM_BYTES
 
 PAGE = shm.PAGE_BYTES
@@ -317,6 +320,59 @@ def test_a_started_tier_has_one_region_at_once_and_fills_itself() -> None:
     tier.close()
     assert threading.active_count() == threads
     assert mappings() == 0
+
+
+class Joining:
+    """In the kernel's place. failing: numbers of the attempts that fail."""
+
+    def __init__(self, failing: Collection[int] = ()) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        self._failing = failing
+
+    def __call__(self, region: MappedRegion, start: int, length: int) -> tuple[int, str]:
+        whole = -(-start // HUGE) * HUGE, (start + length) // HUGE * HUGE
+        if whole[1] <= whole[0]:
+            return 0, ""
+        self.ranges.append(whole)
+        failed = len(self.ranges) - 1 in self._failing
+        return (0, "too scattered") if failed else (whole[1] - whole[0], "")
+
+
+def huge_tier(joining: Joining, pages: int, **more: Any) -> HostTier:
+    """One region of so many huge pages and one small one."""
+    total = pages * HUGE + PAGE
+    return HostTier(total, region_bytes=total, mlock="off", join=joining, **more)
+
+
+def test_each_huge_page_is_joined_once_when_it_is_there(only_our_own_maps: None) -> None:
+    joining = Joining()
+    tier = huge_tier(joining, 3)
+    warm(tier)
+    assert joining.ranges == [(n * HUGE, (n + 1) * HUGE) for n in range(3)]
+    assert (tier.stats().huge_bytes, tier.stats().huge_reason) == (3 * HUGE, "")
+    tier.assign(region_of(1, 2 * HUGE + PAGE))
+    assert tier.stats().huge_bytes == 2 * HUGE
+    tier.close()
+
+
+def test_huge_pages_are_given_up_after_failures_in_a_row(only_our_own_maps: None) -> None:
+    often = Joining({*range(HUGE_FAILURES_MAX - 1), *range(HUGE_FAILURES_MAX, 40)})
+    tier = huge_tier(often, 2 * HUGE_FAILURES_MAX + 3)
+    warm(tier)
+    assert len(often.ranges) == 2 * HUGE_FAILURES_MAX
+    stats = tier.stats()
+    assert (stats.huge_bytes, stats.huge_reason) == (HUGE, "too scattered")
+    assert stats.prefaulted_bytes == stats.capacity_bytes
+    tier.close()
+
+
+def test_no_huge_pages_if_they_are_off(only_our_own_maps: None) -> None:
+    joining = Joining()
+    tier = huge_tier(joining, 2, huge_pages="off")
+    warm(tier)
+    assert joining.ranges == []
+    assert (tier.stats().huge_bytes, tier.stats().huge_reason) == (0, "host.huge_pages is off")
+    tier.close()
 
 
 def test_while_it_is_paused_nothing_is_faulted_in(tier: HostTier) -> None:

@@ -383,6 +383,78 @@ def test_prefault_tells_other_errors(region: SharedRegion) -> None:
         shm.prefault(region.map, 0, TOTAL, write=True, advise=out_of_memory)
 
 
+# ---------------------------------------------------------------- huge pages
+
+HUGE = shm.HUGE_PAGE_BYTES
+
+
+@pytest.fixture
+def large(request: pytest.FixtureRequest) -> Iterator[SharedRegion]:
+    made = shm.create_region(2 * HUGE + shm.PAGE_BYTES, name_of(request))
+    yield made
+    made.close()
+
+
+def address_bytes() -> int:
+    """Of this process's mappings."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * shm.PAGE_BYTES
+
+
+def test_a_huge_page_may_begin_where_a_map_does(large: SharedRegion) -> None:
+    before = address_bytes()
+    mapped = [
+        shm.map_region(large.fd, large.total_bytes, writable=True, populate=False)
+        for _ in range(50)
+    ]
+    assert [one.address % HUGE for one in mapped] == [0] * 50
+    # What was reserved to find such an address is given back: all that is not a map of them.
+    assert address_bytes() - before < 50 * large.total_bytes + HUGE
+    assert all(one.close() for one in mapped)
+
+
+def test_what_cannot_be_mapped_reserves_nothing(large: SharedRegion) -> None:
+    large.seal(ARENA_SEALS)
+    before = address_bytes()
+    for _ in range(50):
+        with pytest.raises(PermissionError):
+            shm.map_region(large.fd, large.total_bytes, writable=True, populate=False)
+    assert address_bytes() - before < HUGE
+
+
+def test_only_whole_huge_pages_of_the_range_are_joined(large: SharedRegion) -> None:
+    asked = []
+
+    def advise(address: int, length: int, advice: int) -> None:
+        asked.append((address - large.map.address, length))
+
+    assert shm.join(large.map, 0, large.total_bytes, advise=advise) == (2 * HUGE, "")
+    assert shm.join(large.map, shm.PAGE_BYTES, 2 * HUGE, advise=advise) == (HUGE, "")
+    assert shm.join(large.map, HUGE, HUGE - 1, advise=advise) == (0, "")
+    assert asked == [(0, HUGE), (HUGE, HUGE), (HUGE, HUGE)]
+
+
+def test_what_does_not_join_is_left_and_told(large: SharedRegion) -> None:
+    def advise(address: int, length: int, advice: int) -> None:
+        if address > large.map.address:
+            out_of_memory(address, length, advice)
+
+    assert shm.join(large.map, 0, large.total_bytes, advise=advise) == (
+        HUGE,
+        "[Errno 12] no page left",
+    )
+
+
+def test_contents_stay_when_pages_are_joined(large: SharedRegion) -> None:
+    client = shm.map_region(large.fd, large.total_bytes, writable=False, populate=False)
+    large.map.u8[:] = pattern = np.random.default_rng(3).integers(0, 256, large.total_bytes, "u1")
+    joined, why_not = shm.join(large.map, 0, large.total_bytes)
+    assert np.array_equal(client.u8, pattern)
+    large.map.u8[5] += 1
+    assert client.u8[5] == large.map.u8[5] != pattern[5]
+    assert (joined == 2 * HUGE) == (not why_not), why_not
+    print(f"{joined} bytes joined {why_not}")
+
+
 def test_populate_makes_pages_resident(
     region: SharedRegion, request: pytest.FixtureRequest
 ) -> None:
