@@ -192,8 +192,8 @@ class Space:
         keys: or a Hit, of which the blocks that its plan advises are fetched.
         out: array or tensor (of the CPU or a GPU) in C order whose first dimension counts blocks
             and whose row has block_bytes (part_bytes with `part`), of any type; or, in the CPU's
-            memory, a list of as many writable buffers. None: a new uint8 [n, block_bytes], slower
-            by its page faults.
+            memory, a list of as many writable buffers. None: a new uint8 [n, block_bytes] of the
+            n blocks that came, slower by its page faults.
         part: only this rank's part of each block.
         wait_ms: wait so long for blocks that others are writing. What a slower tier has is loaded
             in any case, as far as the deadline allows.

@@ -136,7 +136,9 @@ class Hit:
 class Fetched:
     """What a fetch copied.
 
-    blocks: the leading run that was copied and verified; rows of `data` beyond it are undefined.
+    blocks: the leading run that was copied and verified.
+    data: these blocks and nothing else, if the memory was made for them; the caller's own `out` as
+    it was given, of which only the first `blocks` rows mean something.
     reason: OK if that is all that was asked for, else why it ended.
     copy_ms: the copies alone. total_ms: the whole call. load_ms: from asking for the leases until
     the last byte was verified. predicted_ms: what the plan of the Hit had predicted for that; 0:

@@ -70,7 +70,7 @@ def fetch_layers(
         prompt_tokens=core.tokens_of(given),
     )
     request = LayerRequest(fetching, targets, layers_at_once, row_bytes)
-    fetched = core.fetched_by(fetching, out)
+    fetched = core.fetched_by(fetching, lambda blocks: out[:, :blocks] if made_here else out)
 
     def copying(held: LayerLease | reads.Copied) -> LayerCopying:
         return LayerCopying(core.root, core.spec, request, deadline, held, fetched)

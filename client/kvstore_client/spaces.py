@@ -151,7 +151,8 @@ class SpaceCore:
         keys, no_keys = self.keys_to_load(given)
         layout = self.spec.layout
         row_bytes = layout.part_bytes if part else layout.block_bytes
-        if out is None:
+        made_here = out is None
+        if made_here:
             # First-touch faults of fresh memory cost more than the copy.
             try:
                 out = np.empty((len(keys), row_bytes), np.uint8)
@@ -170,7 +171,7 @@ class SpaceCore:
             predicted_ms=predicted_ms(given),
             prompt_tokens=self.tokens_of(given),
         )
-        fetched = self.fetched_by(request, out)
+        fetched = self.fetched_by(request, lambda blocks: out[:blocks] if made_here else out)
         whole: LayerRequest | None = None
         if on_device:
             # As one layer that is all of the block.
@@ -190,15 +191,17 @@ class SpaceCore:
 
         return Prepared(start, failed)
 
-    def fetched_by(self, request: FetchRequest, out: Any) -> Callable[[reads.Copied], Fetched]:
-        """Makes the result of a fetch that begins now."""
+    def fetched_by(
+        self, request: FetchRequest, data_of: Callable[[int], Any]
+    ) -> Callable[[reads.Copied], Fetched]:
+        """Makes the result of a fetch that begins now. data_of: its `data`, for so many blocks."""
         begun_ns = time.perf_counter_ns()
 
         def fetched(done: reads.Copied) -> Fetched:
             return Fetched(
                 blocks=done.blocks,
                 tokens=done.blocks * self.spec.block_tokens,
-                data=out,
+                data=data_of(done.blocks),
                 reason=done.reason,
                 bytes=done.bytes,
                 copy_ms=done.copy_ns / 1e6,

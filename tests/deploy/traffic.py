@@ -66,7 +66,7 @@ class Engine:
         hit = self._space.lookup(tokens)
         fetched = self._space.fetch(hit)
         keys = self._space.keys(tokens)
-        for key, data in zip(keys, fetched.data if fetched.blocks else (), strict=False):
+        for key, data in zip(keys[: fetched.blocks], fetched.data, strict=True):
             right = check(data, [_tag(key)]) is Finding.RIGHT
             self.counts["verified" if right else "wrong"] += 1
         first = fetched.blocks
