@@ -40,6 +40,11 @@ class Leased(NamedTuple):
     regions: tuple[Region, ...]
     slowest: int = 0
 
+    @property
+    def leading(self) -> int:
+        """Blocks before the first absent one."""
+        return self.places.index(None) if None in self.places else len(self.places)
+
 
 class LinkStats(NamedTuple):
     """The path out of one tier. `samples` transfers of `moved_bytes` took `moving_s`; `predicted_s`

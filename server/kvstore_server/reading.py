@@ -251,7 +251,8 @@ class ReadCalls:
         session.grants.note(request.nonce, leased.lease_id)
         self._loads.granted(leased.lease_id, leased.slowest, asked_ns)
         self._boundary.stage(call, "movement")
-        call.record.count("blocks", len(keys), leased.leased)
+        # What comes after a gap is of no use to who reads a prompt, and is asked for again.
+        call.record.count("blocks", len(keys), leased.leading)
         absence = self.absence(call, request.space_id, keys, leased)
         call.reason = absence.reason
         reply = pb.AcquireReply(

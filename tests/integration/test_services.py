@@ -278,6 +278,19 @@ def test_acquire_tells_places_and_regions(stack: Stack, client: RawClient, space
     )
 
 
+def test_a_record_counts_what_comes_before_a_gap(
+    stack: Stack, client: RawClient, space: int
+) -> None:
+    absent = bytes(32)
+    for first, rest, counted in ((2, 2, 2), (0, 3, 0)):
+        keys = [*PROMPT.keys[:first], absent, *PROMPT.keys[first : first + rest]]
+        leased = client.acquire(space, keys)
+        assert (leased.blocks, leased.reason) == (first + rest, Reason.MISS_NEVER_STORED)
+        record = last(stack, "acquire")
+        assert (record.asked, record.handed_on) == (len(keys), counted)
+        client.release(leased.lease_id)
+
+
 def test_a_lease_is_no_longer_than_the_setting(client: RawClient, space: int) -> None:
     for asked, given in ((0, 30_000), (1, 1), (2**32 - 1, 30_000)):
         assert client.acquire(space, PROMPT.keys[:4], ttl_ms=asked).reply.ttl_ms == given
