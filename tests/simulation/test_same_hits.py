@@ -61,6 +61,16 @@ def test_conversations(tmp_path: Path, policy: str) -> None:
     assert sum(map(len, run.hits)) > REQUESTS
 
 
+@needs_traces
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_agents_whose_prompts_do_not_fit_into_memory(tmp_path: Path) -> None:
+    trace, size = from_zero(requests("claude_code_a")[:180]), Size(4 << 20, 40 << 20)
+    run = run_daemon(tmp_path, trace, "hit_density", size)
+    compare(trace, run, "hit_density", size)
+    assert sum(tiers.count(DISK) for tiers in run.hits) > 1_000
+
+
 @pytest.mark.parametrize("policy", NAMES)
 def test_memory_and_disk(tmp_path: Path, policy: str) -> None:
     trace, size = chats(seed=5, count=90), Size(256 << 10, 6 << 20)
