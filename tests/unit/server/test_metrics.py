@@ -45,7 +45,7 @@ POOL = PoolStats("host", 0, 1000, 900, 100, 50, 3, 1, 4, 7, 700, 70, 9)
 CORE = CoreStats(
     (POOL,), (TenantStats("default", 800, 1000, 7, 700),), 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, {"x": 11}
 )
-HOST = HostStats(1000, 800, 100, 50, 0, 900, 0, "", "", 3, 1, 2, 1)
+HOST = HostStats(1000, 800, 100, 50, 0, 900, 0, "", 640, "", "", 3, 1, 2, 1)
 
 
 SPLIT = Split(Overlap.SERIAL, 4, 0, 0, 1.0, 2.0)
