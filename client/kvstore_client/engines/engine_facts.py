@@ -7,15 +7,33 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+from kvstore.model.fingerprint import Identity
 from kvstore_client.effective_config import effective_config_digest
 
-__all__ = ["GGUF", "commit_of", "config_digest", "name_of", "plain", "plain_mapping"]
+__all__ = ["GGUF", "EngineFacts", "commit_of", "identity_of", "name_of", "plain", "plain_mapping"]
 
 COMMIT_DIGITS: Final = 40
 GGUF: Final = "gguf"
 """Of a commit's files in this format one is loaded, and the commit does not tell which."""
+
+
+class EngineFacts(Protocol):
+    """What `identity_of` needs. model: path or id. commit: as `commit_of`. config: in effect, as
+    nested plain values. settings: further ones that change K or V.
+    """
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def commit(self) -> str: ...
+    @property
+    def config(self) -> Mapping[str, object]: ...
+    @property
+    def settings(self) -> Mapping[str, object]: ...
+    @property
+    def load_format(self) -> str: ...
 
 
 def commit_of(hf_config: Any) -> str:
@@ -50,15 +68,37 @@ def name_of(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-def config_digest(
-    engine: str, config: Mapping[str, object], settings: Mapping[str, object], load_format: str
-) -> str | None:
+def identity_of(
+    engine: str,
+    facts: EngineFacts,
+    *,
+    commit_names_weights: bool,
+    model_name: str,
+    weights_revision: str,
+    weight_epoch: int,
+) -> Identity:
+    """Which model it is. model_name "": by its path or id; equal for engines that share.
+    weights_revision: what the operator vouches for; "": the hub's commit if it names what was
+    loaded, else unknown.
+    """
+    revision = weights_revision or None
+    if revision is None and commit_names_weights:
+        revision = f"commit:{facts.commit}"
+    return Identity(
+        model_name=model_name or name_of(facts.model),
+        weights_revision=revision,
+        weight_epoch=weight_epoch,
+        config_digest=_config_digest(engine, facts),
+    )
+
+
+def _config_digest(engine: str, facts: EngineFacts) -> str | None:
     """Of the configuration in effect and the engine's settings; None, which is held, if they have
     no canonical form.
     """
     try:
-        named = {**settings, "load_format": load_format}
+        named = {**facts.settings, "load_format": facts.load_format}
         of_engine = {f"{engine}.{name}": value for name, value in named.items()}
-        return effective_config_digest({**config, **of_engine})
+        return effective_config_digest({**facts.config, **of_engine})
     except (TypeError, ValueError):
         return None

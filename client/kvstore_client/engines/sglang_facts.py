@@ -23,13 +23,12 @@ from kvstore.model.fingerprint import (
     Encoding,
     Fingerprint,
     Geometry,
-    Identity,
     attention_kind,
 )
 from kvstore.model.keys import BlockKey, chain_digests
 from kvstore.model.layout import layout_of
 from kvstore.model.reasons import BadRequest
-from kvstore_client.engines.engine_facts import GGUF, config_digest, name_of
+from kvstore_client.engines.engine_facts import GGUF, identity_of
 from kvstore_client.engines.refused import Refused
 
 __all__ = [
@@ -154,18 +153,15 @@ def fingerprint_of(
     why = refusal(facts)
     if why:
         raise Refused(why)
-    revision = weights_revision or None
-    if revision is None and _commit_names_weights(facts):
-        revision = f"commit:{facts.commit}"
     try:
         fingerprint = Fingerprint(
-            identity=Identity(
-                model_name=model_name or name_of(facts.model),
-                weights_revision=revision,
+            identity=identity_of(
+                "sglang",
+                facts,
+                commit_names_weights=_commit_names_weights(facts),
+                model_name=model_name,
+                weights_revision=weights_revision,
                 weight_epoch=weight_epoch,
-                config_digest=config_digest(
-                    "sglang", facts.config, facts.settings, facts.load_format
-                ),
             ),
             geometry=_geometry(facts),
             encoding=_encoding(facts),

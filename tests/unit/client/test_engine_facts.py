@@ -7,7 +7,8 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
-from kvstore_client.engines.engine_facts import commit_of, config_digest, name_of, plain
+from kvstore.model.fingerprint import Identity
+from kvstore_client.engines.engine_facts import commit_of, identity_of, name_of, plain
 
 
 @dataclasses.dataclass
@@ -29,18 +30,48 @@ def test_what_an_engine_says_becomes_plain_and_its_order_does_not_count() -> Non
     assert plain(frozenset(names)) == plain(set(names))
 
 
+@dataclasses.dataclass
+class Loaded:
+    model: str = "org/model"
+    commit: str = "0123456789abcdef0123456789abcdef01234567"
+    config: dict[str, object] = dataclasses.field(default_factory=lambda: {"layers": 2})
+    settings: dict[str, object] = dataclasses.field(default_factory=lambda: {"x": 1})
+    load_format: str = "auto"
+
+
+def identity(
+    engine: str, facts: Loaded, *, named: bool = True, name: str = "", revision: str = ""
+) -> Identity:
+    return identity_of(
+        engine,
+        facts,
+        commit_names_weights=named,
+        model_name=name,
+        weights_revision=revision,
+        weight_epoch=3,
+    )
+
+
 def test_engines_of_another_kind_or_setting_have_another_digest() -> None:
-    one = config_digest("a", {"layers": 2}, {"x": 1}, "auto")
+    one = identity("a", Loaded()).config_digest
     assert one is not None
-    assert one == config_digest("a", {"layers": 2}, {"x": 1}, "auto")
+    assert one == identity("a", Loaded()).config_digest
     others = [
-        config_digest("b", {"layers": 2}, {"x": 1}, "auto"),
-        config_digest("a", {"layers": 3}, {"x": 1}, "auto"),
-        config_digest("a", {"layers": 2}, {"x": 2}, "auto"),
-        config_digest("a", {"layers": 2}, {"x": 1}, "gguf"),
+        identity("b", Loaded()),
+        identity("a", Loaded(config={"layers": 3})),
+        identity("a", Loaded(settings={"x": 2})),
+        identity("a", Loaded(load_format="gguf")),
     ]
-    assert len({one, *others}) == 5
-    assert config_digest("a", {"no form": object()}, {}, "auto") is None
+    assert len({one, *(other.config_digest for other in others)}) == 5
+    assert identity("a", Loaded(config={"no form": object()})).config_digest is None
+
+
+def test_the_operator_names_a_model_or_its_files_do() -> None:
+    told = identity("a", Loaded(), name="mine", revision="r7")
+    assert (told.model_name, told.weights_revision, told.weight_epoch) == ("mine", "r7", 3)
+    found = identity("a", Loaded())
+    assert (found.model_name, found.weights_revision) == ("org/model", f"commit:{Loaded().commit}")
+    assert identity("a", Loaded(), named=False).weights_revision is None
 
 
 def test_only_a_whole_commit_names_weights() -> None:
