@@ -1,21 +1,27 @@
 """A GPU that writes down what is asked of it, for tests of the client: streams that run nothing by
 themselves, so that what is used before it was waited for is not there.
 
+It opens pools as well: files that stand for a GPU's memory.
+
 A queued step runs when an event behind it is asked about or waited for, after the events that its
 stream awaits; with `stuck` the caller's kernels never end.
 `broken` has each rule that was broken: memory unregistered that is not registered or not mapped any
-more, a stream asked for in another thread than the caller's, a kernel waited for that never ends.
+more, a stream asked for in another thread than the caller's, a kernel waited for that never ends, a
+pool copied from after it was closed, or what takes long done by the caller though `remote`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvstore import shm
+from kvstore.wire.v1 import store_pb2 as pb
 
 __all__ = ["RecordingDevice", "Tensor"]
 
@@ -74,6 +80,17 @@ class RecordingDevice:
         """
         self.registering: Callable[[], object] = lambda: None
         self.unregistering: Callable[[], object] = lambda: None
+        self.pooling: Callable[[], object] = lambda: None
+        """Called when it is asked for what opens pools; the next ones when a pool is opened, let be
+        read, or copied from. What they raise gets out.
+        """
+        self.opening: Callable[[], object] = lambda: None
+        self.admitting: Callable[[], object] = lambda: None
+        self.copying: Callable[[], object] = lambda: None
+        self.readable_uuid = "GPU-1"
+        self.remote = False
+        """Whether the caller is an event loop, which must not wait."""
+        self._open: set[int] = set()
         self._registers = registers
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -142,6 +159,7 @@ class RecordingDevice:
             stream.steps.append(("copied out", run))
 
     def wait(self, event: Event) -> None:
+        self._takes_long("wait")
         if self.lost:
             raise RuntimeError("CUDA error: unspecified launch failure")
         with self._lock:
@@ -162,6 +180,56 @@ class RecordingDevice:
             else:
                 second()
                 self.journal.append(first)
+
+    def _takes_long(self, what: str) -> None:
+        if self.remote and threading.get_ident() == self._caller:
+            self.broken.append(f"{what} by the thread of the event loop")
+
+    # ---------------------------------------------------------------- pools
+
+    def pools(self) -> RecordingDevice:
+        self.pooling()
+        return self
+
+    def readable(self, place: str, uuids: Sequence[str]) -> str:
+        self._takes_long("readable")
+        return self.readable_uuid if self.readable_uuid in uuids else ""
+
+    def open(self, memory: pb.DeviceMemory, fd: int | None, place: str) -> shm.MappedRegion:
+        self._takes_long("open")
+        self.opening()
+        assert fd is not None
+        opened = shm.map_region(fd, memory.mapped_bytes, writable=False, populate=False)
+        with self._lock:
+            self.journal.append("pool opened")
+            self._open.add(id(opened))
+        return opened
+
+    def admit(self, opened: shm.MappedRegion, place: str) -> None:
+        self.admitting()
+
+    def copy(self, stream: Stream, opened: shm.MappedRegion, offset: int, target: Tensor) -> None:
+        self._takes_long("copy")
+        self.copying()
+        length = target.array.size * target.array.itemsize
+
+        def run() -> None:
+            if id(opened) not in self._open:
+                self.broken.append("a pool was copied from that is closed")
+                return
+            data = opened.u8[offset : offset + length]
+            target.array[...] = data.view(target.array.dtype).reshape(target.shape)
+
+        with self._lock:
+            stream.steps.append(("copied from a pool", run))
+
+    def close(self, opened: shm.MappedRegion) -> None:
+        with self._lock:
+            self.journal.append("pool closed")
+            self._open.remove(id(opened))
+        opened.close()
+
+    # ---------------------------------------------------------------- host memory
 
     def place(self, tensor: Tensor) -> str:
         self.placing()

@@ -223,6 +223,11 @@ def status(spec: SpaceSpec) -> Operation[SpaceStatus]:
 def connection() -> Operation[Connection]:
     """How this client is connected, after connecting if it was not."""
     session: Session = yield Connect()
+    return connection_of(session)
+
+
+def connection_of(session: Session) -> Connection:
+    """How a client with this session is connected."""
     return Connection(
         "stream" if session.memory is None else "shm",
         Reason.OK,
@@ -230,6 +235,7 @@ def connection() -> Operation[Connection]:
         session.daemon_version,
         session.tiers,
         session.detail,
+        session.pools.use(),
     )
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import os
 import sys
 import threading
 import time
@@ -31,7 +30,9 @@ from kvstore.gather import Source
 from kvstore.model.reasons import BadRequest, Reason
 from kvstore.shm import MappedRegion
 from kvstore_client.arrays import Bytes
-from kvstore_client.regions import Region, Staging
+from kvstore_client.channel import CallFailed
+from kvstore_client.mapped import Held, Region, Staging
+from kvstore_client.pools import CudaPools, PoolDriver, Reader
 
 __all__ = ["DeviceFill", "DeviceRows", "DeviceTarget", "Driver", "Pin", "TorchCuda", "pinned"]
 
@@ -90,6 +91,9 @@ class Driver(Protocol):
     def unregister(self, address: int) -> None:
         """Ends that, when no copy is under way and before the memory is unmapped."""
 
+    def pools(self) -> PoolDriver:
+        """What opens pools of its memory. Raises where nothing does."""
+
 
 class TorchCuda:
     """Over torch.cuda."""
@@ -102,6 +106,7 @@ class TorchCuda:
         self._given = torch
         self._streams: dict[str, Stream] = {}
         self._registered_on: dict[int, Any] = {}
+        self._pools: CudaPools | None = None
         self._lock = threading.Lock()
 
     @property
@@ -183,6 +188,12 @@ class TorchCuda:
             if int(cuda.cudart().cudaHostUnregister(address)) != 0:
                 self._forget_error()
 
+    def pools(self) -> PoolDriver:
+        with self._lock:
+            if self._pools is None:
+                self._pools = CudaPools(self._on)
+            return self._pools
+
     def _forget_error(self) -> None:
         """Else torch would find it behind its next kernel, and blame that."""
         with contextlib.suppress(OSError, AttributeError, IndexError):
@@ -197,20 +208,16 @@ _registering = threading.Lock()
 """One mapping at a time: the driver does no more, and threads that wait there use its lock up."""
 
 
-class Pin:
+class Pin(Held):
     """A mapping's registration with the device, made in a thread of its own: no copy waits for it.
-    For several threads. ValueError: the mapping is closed.
-
-    One that is dropped ends with its last reference, so never while a copy uses it.
+    ValueError: the mapping is closed.
     """
 
     def __init__(self, driver: Driver, memory: MappedRegion, place: Place) -> None:
         self._view: Bytes | None = memory.u8  # stays mapped until it is unregistered
         self._driver, self._address = driver, memory.address
-        self._changed = threading.Condition()
-        self._pid = os.getpid()
-        self._ended = self._ending = self._registered = False
-        self._users = 1  # who registers it: meanwhile it ends no more than under a copy
+        self._registered = False
+        super().__init__(users=1)  # who registers it: meanwhile it ends no more than under a copy
         try:
             threading.Thread(
                 target=self._register, args=(memory, place), name="kvstore-pin", daemon=True
@@ -231,36 +238,8 @@ class Pin:
         finally:
             self.leave()
 
-    def use(self) -> bool:
-        """Until `leave` it stays registered. False: it is over."""
-        with self._changed:
-            self._users += not self._ended
-            return not self._ended
-
-    def leave(self) -> None:
-        with self._changed:
-            self._users -= 1
-            self._changed.notify_all()
-
-    def end(self, wait_s: float = 0.0) -> bool:
-        """Before the memory goes: unregisters it, once no copy is under way and it is not just
-        being registered. False if that has not been so within `wait_s`: ask again. In a forked
-        child there is nothing to be done.
-        """
-        if os.getpid() != self._pid:
-            self._view = None
-            return True
-        with self._changed:
-            self._ending = True
-            if not self._changed.wait_for(lambda: not self._users, wait_s):
-                return False
-            self._ended = True
-            self._unregister()
-            self._view = None
-            return True
-
-    def _unregister(self) -> None:
-        """Once. What the driver raises (its context is lost, torch is going) keeps no memory."""
+    def _give_up(self) -> None:
+        """What the driver raises (its context is lost, torch is going) keeps no memory."""
         registered, self._registered = self._registered, False
         if registered:
             try:
@@ -268,10 +247,8 @@ class Pin:
             except Exception as error:
                 log.warning("kvstore: memory cannot be unregistered from the device: %s", error)
 
-    def __del__(self) -> None:
-        # Of a session that hung up while a copy was under way; the view is still here.
-        if getattr(self, "_registered", False) and os.getpid() == self._pid:
-            self._unregister()
+    def _forget(self) -> None:
+        self._view = None
 
 
 _pinning = threading.Lock()
@@ -325,6 +302,11 @@ class DeviceRows:
         # In the caller's thread: what it has queued by now comes before our copies.
         self._queued = driver.record(driver.current_stream(tensor))
 
+    @property
+    def reader(self) -> Reader:
+        """Whose memory it is."""
+        return Reader(self.driver, self.driver.place(self.tensor))
+
     def await_kernels(self, check: Callable[[], None]) -> None:
         """Returns when what the caller had queued has ended. What `check` raises ends the wait."""
         pause_s = PAUSE_S
@@ -351,12 +333,16 @@ class DeviceTarget:
     def __init__(self, rows: DeviceRows) -> None:
         self._rows = rows
         self._stream: Stream | None = None
-        self._pins: list[Pin] = []
+        self._pins: list[Held] = []
         self._sources: list[Sequence[Source]] = []
 
     @property
     def layer_bytes(self) -> int:
         return self._rows.row_bytes
+
+    @property
+    def reader(self) -> Reader | None:
+        return self._rows.reader
 
     def await_kernels(self, check: Callable[[], None]) -> None:
         self._rows.await_kernels(check)
@@ -370,10 +356,20 @@ class DeviceTarget:
             if pin is not None:
                 self._pins.append(pin)  # at once: `settle` leaves it though the next one fails
         row = first_row
-        for slots2d, slots in sources:
+        for number, (slots2d, slots) in enumerate(sources):
+            within = regions[number] if regions else None
+            pool = None if within is None else within.pool
+            slot_bytes = 0 if within is None else within.slot_bytes
+            if pool is not None:
+                if not pool.use():
+                    raise CallFailed(Reason.REGION_UNKNOWN)
+                self._pins.append(pool)
             for slot in np.asarray(slots, np.intp).tolist():
                 for span, target in rows.pieces(row):
-                    driver.copy_in(stream, slots2d[slot, span], target)
+                    if pool is None:
+                        driver.copy_in(stream, slots2d[slot, span], target)
+                    else:
+                        pool.copy(stream, slot * slot_bytes + span.start, target)
                 row += 1
 
     def settle(self) -> None:

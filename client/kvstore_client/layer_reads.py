@@ -25,6 +25,8 @@ from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client.arrays import Bytes
 from kvstore_client.calls import Binding, SpaceSpec, check_open, in_space, touch_before
 from kvstore_client.channel import CallFailed
+from kvstore_client.mapped import Region
+from kvstore_client.pools import Access, NoPool, Reader
 from kvstore_client.reads import (
     PIECE_BYTES,
     Copied,
@@ -35,9 +37,7 @@ from kvstore_client.reads import (
     fetch_in,
     load_report,
     mapped_run,
-    window_of,
 )
-from kvstore_client.regions import Region
 from kvstore_client.session import Session
 from kvstore_client.steps import Context, Local, Operation, Release, Rpc, granted
 
@@ -51,11 +51,17 @@ class Target(Protocol):
     def layer_bytes(self) -> int:
         """Of one block."""
 
+    @property
+    def reader(self) -> Reader | None:
+        """The device whose memory it is; None: host memory."""
+
     def await_kernels(self, check: Callable[[], None]) -> None:
         """Returns when it may be written. `check` is called meanwhile, and ends it by raising."""
 
     def begin(self, sources: Sequence[Source], first_row: int, regions: Sequence[Region]) -> None:
-        """Begins to copy the blocks of `sources` to the rows from `first_row` on."""
+        """Begins to copy the blocks of `sources` to the rows from `first_row` on. regions: where
+        each of the sources is; none if they are this process's own bytes.
+        """
 
     def settle(self) -> None:
         """Returns when everything that was begun is there."""
@@ -71,6 +77,10 @@ class HostTarget:
     @property
     def layer_bytes(self) -> int:
         return sum(span.stop - span.start for span in self.spans)
+
+    @property
+    def reader(self) -> Reader | None:
+        return None
 
     def await_kernels(self, check: Callable[[], None]) -> None:
         pass
@@ -93,7 +103,7 @@ class LayerRequest:
     """Of one block, all of its layers."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Window:
     """What one lease grants. lease_id 0: bytes of this process."""
 
@@ -110,7 +120,9 @@ class LayerLease:
         self.done = done
         """What it will have been: all leased blocks, until some turn out to have changed."""
         self.windows: list[_Window] = []
-        self._session = session
+        self.access: Access | None = None
+        """By which blocks are read that are in pools."""
+        self.session = session
         self._release = release
         self._pid = os.getpid()
 
@@ -122,7 +134,28 @@ class LayerLease:
         for window in windows:
             if window.lease_id:
                 told = None if report is None else report(window)
-                self._release(self._session, window.lease_id, told)
+                self._release(self.session, window.lease_id, told)
+
+    def count_pools(self) -> None:
+        """Of the blocks that came, those out of pools."""
+        left = self.done.blocks
+        for window in self.windows:
+            self.session.pools.read(window.run.in_pools(min(left, window.run.blocks)))
+            left -= min(left, window.run.blocks)
+
+    def without_pools(self, window: _Window, failure: CallFailed) -> bool:
+        """Gives this lease back, if it is to be asked for again by way of host regions: pools
+        cannot be used, or one has just been closed. False: it failed for another reason.
+        """
+        access, self.access = self.access, None
+        if access is None or failure.reason not in (Reason.REGION_UNKNOWN, Reason.NOT_SUPPORTED):
+            return False
+        if isinstance(failure, NoPool):
+            self.session.pools.refuse(access, failure.detail)
+        if window in self.windows:
+            self.windows.remove(window)
+            self._release(self.session, window.lease_id, None)
+        return True
 
     def __del__(self) -> None:
         # Of a call that was cancelled when it had just got its lease.
@@ -149,11 +182,18 @@ def _lease(
         return (yield from _all_at_once(context, spec, session, binding, request))
     keys, limit, done = request.fetch.keys, session.keys_per_call_max, Copied()
     held = LayerLease(session, context.release, done)
+    held.access = session.pools.access(target.reader for target in request.targets)
     start = 0
     try:
         for start in range(0, len(keys), limit):
             window = _Window(0, len(keys[start : start + limit]))
-            yield from _fill(context, spec, session, binding, request.fetch, start, window, held)
+            try:
+                yield from _fill(context, spec, binding, request.fetch, start, window, held)
+            except CallFailed as failure:
+                if not held.without_pools(window, failure):
+                    raise
+                window = _Window(0, window.asked)
+                yield from _fill(context, spec, binding, request.fetch, start, window, held)
             done.blocks += window.run.blocks
             if window.run.blocks < window.asked:
                 break
@@ -173,7 +213,6 @@ def _lease(
 def _fill(
     context: Context,
     spec: SpaceSpec,
-    session: Session,
     binding: Binding,
     request: FetchRequest,
     start: int,
@@ -182,7 +221,9 @@ def _fill(
 ) -> Operation[None]:
     window.begun_ns = time.perf_counter_ns()
     keys = request.keys[start : start + window.asked]
-    acquire = acquire_request(context, session, binding, keys, request)
+    session, access = held.session, held.access
+    gpu = "" if access is None else access.uuid
+    acquire = acquire_request(context, session, binding, keys, request, gpu)
     step = Rpc(session, "Acquire", acquire, pb.AcquireReply)
     reply: pb.AcquireReply = yield from granted(context, step)
     if not reply.lease_id:
@@ -191,7 +232,7 @@ def _fill(
         return
     window.lease_id = reply.lease_id
     held.windows.append(window)
-    window.run = yield from mapped_run(context, spec, session, binding, reply, len(keys))
+    window.run = yield from mapped_run(context, spec, session, binding, reply, len(keys), access)
     if window.run.blocks < len(keys):
         held.done.reason = absence(reply)
 
@@ -263,6 +304,8 @@ def copy(
         outcome = done.reason
     except CallFailed as failure:
         outcome = failure.reason
+        if isinstance(failure, NoPool) and held.access is not None:
+            held.session.pools.refuse(held.access, failure.detail)
         raise
     finally:
         if not complete:
@@ -271,6 +314,7 @@ def copy(
         begun_ns = held.windows[0].begun_ns if held.windows else 0
         done.load_ns += now_ns - begun_ns if begun_ns else 0
         done.bytes = done.blocks * request.row_bytes
+        held.count_pools()
         held.end(_Reports(spec, request.fetch, done, leased, outcome).next_one)
     return done
 
@@ -317,11 +361,8 @@ class _Range:
         for begin in range(0, blocks, step):
             self._check()
             end = min(begin + step, blocks)
-            target.begin(
-                window_of(run.sources, begin, end, None),
-                base + begin,
-                run.regions,
-            )
+            sources, regions = run.window(begin, end)
+            target.begin(sources, base + begin, regions)
 
     def _check(self) -> None:
         if self.context.deadline.passed:

@@ -26,7 +26,7 @@ from kvstore_client.arrays import Bytes, strided_of
 from kvstore_client.calls import Binding, SpaceSpec, check_open, in_space
 from kvstore_client.channel import CallFailed
 from kvstore_client.device import DeviceFill, DeviceRows
-from kvstore_client.regions import Staging
+from kvstore_client.mapped import Staging
 from kvstore_client.results import Pushed
 from kvstore_client.root import Prepared, Root
 from kvstore_client.session import NS_PER_MS, Deadline, Session

@@ -35,7 +35,8 @@ from kvstore_client.calls import (
 )
 from kvstore_client.channel import CallFailed
 from kvstore_client.fdreads import NotServed, lease_read
-from kvstore_client.regions import Region
+from kvstore_client.mapped import Region
+from kvstore_client.pools import Access
 from kvstore_client.session import Session
 from kvstore_client.steps import (
     Context,
@@ -61,7 +62,6 @@ __all__ = [
     "load_report",
     "mapped_run",
     "view",
-    "window_of",
 ]
 
 PIECE_BYTES = 64 << 20
@@ -126,9 +126,9 @@ class Run:
     """The leading blocks of a lease: slots of mapped regions."""
 
     blocks: int
-    sources: list[tuple[Bytes, NDArray[np.intp]]]
+    sources: list[tuple[Bytes, NDArray[np.intp]]]  # the bytes are empty where they are in a pool
     generations: list[tuple[NDArray[np.uint64], NDArray[np.uint64]]]  # region's, expected
-    regions: list[Region]
+    regions: list[Region]  # one each; none of this process's own bytes
 
     def unchanged(self, first: int = 0, end: int | None = None) -> int:
         """How many of blocks [first, end) from `first` on have the generation of the lease."""
@@ -144,6 +144,31 @@ class Run:
                 good += high - low
             begin += slots.size
         return good
+
+    def window(
+        self, first: int, end: int, span: slice | None = None
+    ) -> tuple[list[tuple[Bytes, NDArray[np.intp]]], list[Region]]:
+        """Blocks [first, end): their sources, with the bytes `span` of each, and regions."""
+        sources: list[tuple[Bytes, NDArray[np.intp]]] = []
+        regions: list[Region] = []
+        begin = 0
+        for number, (slots2d, slots) in enumerate(self.sources):
+            low, high = max(first, begin), min(end, begin + slots.size)
+            if low < high:
+                source = slots2d if span is None else slots2d[:, span]
+                sources.append((source, slots[low - begin : high - begin]))
+                regions += self.regions[number : number + 1]
+            begin += slots.size
+        return sources, regions
+
+    def in_pools(self, end: int) -> int:
+        """How many of the first `end` blocks are in pools."""
+        sources, regions = self.window(0, end)
+        return sum(
+            slots.size
+            for (_, slots), region in zip(sources, regions, strict=False)
+            if region.pool is not None
+        )
 
 
 def fetch(context: Context, spec: SpaceSpec, request: FetchRequest) -> Operation[Copied]:
@@ -265,8 +290,11 @@ def acquire_request(
     binding: Binding,
     keys: Sequence[BlockKey],
     request: FetchRequest,
+    device_uuid: str = "",
 ) -> pb.AcquireRequest:
-    """Asks for a copy lease of `keys`, which are some of the request's."""
+    """Asks for a copy lease of `keys`, which are some of the request's. device_uuid: of the GPU in
+    whose pools they may be.
+    """
     left_ms = max(0, context.deadline.left_ms() - ANSWER_MARGIN_MS)
     return pb.AcquireRequest(
         session=session.secret,
@@ -278,6 +306,7 @@ def acquire_request(
         all_or_nothing=request.all_or_nothing,
         request_id=request.request_id,
         prompt_tokens=min(request.prompt_tokens, TOKENS_MAX),
+        device_uuid=device_uuid,
     )
 
 
@@ -294,8 +323,11 @@ def mapped_run(
     binding: Binding,
     reply: pb.AcquireReply,
     asked: int,
+    access: Access | None = None,
 ) -> Operation[Run]:
-    """The leading run of a lease's places, with its regions mapped."""
+    """The leading run of a lease's places, with its regions mapped. access: by which the pools of
+    those that are a device's can be read; None: there are none of them. Raises CallFailed, NoPool.
+    """
     places = _leading_places(spec, binding, reply, asked)
     blocks = len(places)
     ids = places["region"]
@@ -303,13 +335,16 @@ def mapped_run(
     ends = [*starts[1:], blocks] if blocks else []
     run = Run(blocks, [], [], [])
     for begin, end in zip(starts, ends, strict=True):
-        region: Region = yield MapRegion(session, int(ids[begin]))
+        region: Region = yield MapRegion(session, int(ids[begin]), access)
         slots = places["slot"][begin:end].astype(np.intp)
         if int(slots.max()) >= region.slots or region.slot_bytes < reply.block_bytes:
             raise CallFailed(Reason.INTERNAL, "a place is outside of its region")
         source, generations = region.slots2d, region.generations
-        if region.gone or not len(source) or not len(generations):
+        pool = None if access is None else region.pool
+        if region.gone or not len(generations) or not (len(source) or pool):
             raise CallFailed(Reason.REGION_UNKNOWN)
+        if pool is not None and access is not None:
+            pool.admit(access.place)
         run.sources.append((source, slots))
         run.generations.append((generations, places["generation"][begin:end]))
         run.regions.append(region)
@@ -345,7 +380,7 @@ def _copy(context: Context, run: Run, request: FetchRequest, done: Copied) -> No
         end = min(begin + step, run.blocks)
         started_ns = time.perf_counter_ns()
         gather.copy_blocks(
-            window_of(run.sources, begin, end, span),
+            run.window(begin, end, span)[0],
             rows[first + begin : first + end],
             executor=context.executor,
         )
@@ -356,21 +391,6 @@ def _copy(context: Context, run: Run, request: FetchRequest, done: Copied) -> No
         if good < end - begin:
             done.reason = Reason.GENERATION_CHANGED
             return
-
-
-def window_of(
-    sources: list[tuple[Bytes, NDArray[np.intp]]], first: int, end: int, span: slice | None
-) -> list[tuple[Bytes, NDArray[np.intp]]]:
-    """Blocks [first, end) of the sources, with the bytes `span` of each."""
-    window = []
-    begin = 0
-    for slots2d, slots in sources:
-        low, high = max(first, begin), min(end, begin + slots.size)
-        if low < high:
-            source = slots2d if span is None else slots2d[:, span]
-            window.append((source, slots[low - begin : high - begin]))
-        begin += slots.size
-    return window
 
 
 def load_report(

@@ -24,19 +24,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
-import numpy as np
 from google.protobuf.message import DecodeError
-from numpy.typing import NDArray
 
 from kvstore import shm
 from kvstore.model.reasons import Reason
 from kvstore.wire.v1 import fd_pb2
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client.channel import CallFailed
+from kvstore_client.mapped import Region, Staging
+from kvstore_client.pools import Access, NoPool
 
-__all__ = ["Memory", "Region", "Staging"]
+__all__ = ["Memory"]
 
 log = logging.getLogger(__name__)
 
@@ -53,66 +52,6 @@ HEAR_OUT_S = 0.1
 FRAME_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 1.0
 GENERATION_BYTES = 8
-
-
-class Pinned(Protocol):
-    """A registration with a device, which ends before the memory goes: see `device.Pin`."""
-
-    def end(self, wait_s: float = 0.0) -> bool: ...
-
-
-class _Mapped:
-    """Memory of the daemon in this process. `gone`: the daemon has closed it."""
-
-    def __init__(self, region_id: int, memory: shm.MappedRegion) -> None:
-        self.id = region_id
-        self.memory = memory
-        self.gone = False
-        self.pin: Pinned | None = None
-
-    def drop(self) -> bool:
-        """Gives the memory up; True once no view holds it any more. Idempotent."""
-        self.gone = True
-        unpinned = self.pin is None or self.pin.end()
-        return unpinned and self.memory.close()
-
-    def withdraw(self, wait_s: float) -> bool:
-        """Gives the memory up whoever holds it. No generation in it is right any more, and what a
-        slow writer still writes goes nowhere. False if a device copies it for longer than `wait_s`.
-        """
-        if self.pin is not None and not self.pin.end(wait_s):
-            return False
-        self.memory.withdraw()
-        return True
-
-
-class Region(_Mapped):
-    """A region of blocks, mapped for reading."""
-
-    def __init__(self, info: pb.RegionInfo, memory: shm.MappedRegion) -> None:
-        super().__init__(info.region_id, memory)
-        self.slots = info.slots
-        self.slot_bytes = info.slot_bytes
-        self._slots2d = memory.slots2d(info.data_offset, info.slot_bytes, info.slots)
-        self.generations = memory.generations(info.slots)
-
-    @property
-    def slots2d(self) -> NDArray[np.uint8]:
-        """uint8 [slots, slot_bytes], read-only."""
-        return self._slots2d
-
-    def drop(self) -> bool:
-        self._slots2d = np.empty((0, 0), np.uint8)
-        self.generations = np.empty(0, np.uint64)
-        return super().drop()
-
-
-class Staging(_Mapped):
-    """The session's staging region, mapped for writing; not inherited by forked children."""
-
-    def __init__(self, region_id: int, memory: shm.MappedRegion) -> None:
-        super().__init__(region_id, memory)
-        self.total_bytes = memory.total_bytes
 
 
 class Memory:
@@ -136,8 +75,10 @@ class Memory:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._seq = 1
         self._asked: dict[int, int] = {}  # seq -> region id, 0 for staging
-        self._refused: dict[int, Reason] = {}
+        self._refused: dict[int, tuple[Reason, str]] = {}
         self._regions: dict[int, Region] = {}
+        self._openers: dict[int, Access] = {}  # of regions that are asked for
+        self._opening: dict[int, Region] = {}  # mapped, and still without the pool
         self._staging: Staging | None = None
         self._ahead = deque(regions) if populate else deque[int]()
         self._untouched: deque[tuple[shm.MappedRegion, int, bool]] = deque()
@@ -189,12 +130,14 @@ class Memory:
 
     # ---------------------------------------------------------------- what an operation asks for
 
-    def region(self, region_id: int, timeout_s: float) -> Region:
-        """The region, mapped now if it is not yet. Raises CallFailed."""
+    def region(self, region_id: int, timeout_s: float, access: Access | None = None) -> Region:
+        """The region, mapped now if it is not yet. access: opens its pool, if it is a device's.
+        Raises CallFailed, NoPool if that pool cannot be opened.
+        """
         region = self._regions.get(region_id)
         if region is not None:
             return region
-        self._wait(region_id, lambda: region_id in self._regions, timeout_s)
+        self._wait(region_id, lambda: region_id in self._regions, timeout_s, access)
         return self._regions[region_id]
 
     def staging(self, region_id: int, timeout_s: float) -> Staging:
@@ -209,12 +152,20 @@ class Memory:
         assert staging is not None
         return staging
 
-    def _wait(self, region_id: int, there: Callable[[], bool], timeout_s: float) -> None:
+    def _wait(
+        self,
+        region_id: int,
+        there: Callable[[], bool],
+        timeout_s: float,
+        access: Access | None = None,
+    ) -> None:
         with self._changed:
             if there():
                 return  # it came before the lock was ours: asking again would map it twice
             self._refused.pop(region_id, None)
             if self.alive and region_id not in self._asked.values():
+                if access is not None:
+                    self._openers[region_id] = access
                 self._ask(region_id)
             ended = self._changed.wait_for(
                 lambda: there() or region_id in self._refused or not self.alive, timeout_s
@@ -227,13 +178,17 @@ class Memory:
                 raise CallFailed(
                     Reason.DEADLINE_EXCEEDED, "the fd socket did not answer in time", outage=True
                 )
-            raise CallFailed(self._refused.pop(region_id, Reason.REGION_UNKNOWN))
+            # Not taken out: others may wait for the same answer. The next who asks does that.
+            refusal, detail = self._refused[region_id]
+            raise NoPool(detail) if refusal is Reason.NOT_SUPPORTED else CallFailed(refusal)
 
-    def _ask(self, region_id: int) -> None:
-        """Under the lock."""
+    def _ask(self, region_id: int, *, device: bool = False) -> None:
+        """Under the lock. device: for the memory of a device region, whose file is mapped."""
         self._seq = self._seq % 0xFFFF_FFFF + 1
         request = fd_pb2.FdRequest(seq=self._seq)
-        if region_id:
+        if device:
+            request.get_device.region_id = region_id
+        elif region_id:
             request.get_region.region_id = region_id
         else:
             request.get_staging.SetInParent()
@@ -291,15 +246,26 @@ class Memory:
         if region_id is None:
             return
         mapped: Region | Staging | None = None
-        refusal = Reason.from_wire(reply.reason)
-        if refusal is Reason.OK and fds:
+        refusal, detail = Reason.from_wire(reply.reason), ""
+        is_device = reply.WhichOneof("reply") == "device"
+        if refusal is Reason.OK and (fds or is_device):
             try:
-                mapped = self._map(region_id, reply, fds[0])
+                if is_device:
+                    mapped = self._open(region_id, reply.device, fds[0] if fds else None)
+                else:
+                    mapped = self._map(region_id, reply, fds[0])
             except (OSError, ValueError) as error:
                 log.warning("kvstore: region %d cannot be mapped: %s", region_id, error)
                 refusal = Reason.REGION_UNKNOWN
+            except NoPool as error:
+                refusal, detail = error.reason, error.detail
         with self._changed:
             del self._asked[reply.seq]
+            if isinstance(mapped, Region) and reply.region.HasField("device"):
+                self._opening[region_id] = mapped
+                self._ask(region_id, device=True)
+                return
+            self._openers.pop(region_id, None)
             if isinstance(mapped, Region):
                 self._regions[mapped.id] = mapped
             elif isinstance(mapped, Staging):
@@ -307,7 +273,7 @@ class Memory:
                 if old is not None:
                     self._closing.setdefault(old.id, []).append(old)
             else:
-                self._refused[region_id] = refusal
+                self._refused[region_id] = refusal, detail
                 self._disown(region_id, reply)
             self._changed.notify_all()
         if mapped is not None and self._populate:
@@ -325,17 +291,34 @@ class Memory:
         info = reply.region
         if kind != "region" or info.region_id != region_id:
             raise ValueError("another one was asked for")
-        if info.slots < 1 or info.data_offset < info.slots * GENERATION_BYTES:
+        if not 0 < info.slots * GENERATION_BYTES <= info.data_offset <= info.total_bytes:
             raise ValueError("its layout is impossible")
+        if info.HasField("device") and region_id not in self._openers:
+            raise ValueError("it is a device's, and nobody asked for one")
         memory = shm.map_region(
             fd, info.total_bytes, writable=False, populate=False, require=shm.Seal.SHRINK
         )
         return Region(info, memory)
 
+    def _open(self, region_id: int, device: pb.DeviceMemory, fd: int | None) -> Region:
+        """The region of which this is the pool. NoPool: it cannot be opened."""
+        region = self._opening.get(region_id)
+        if region is None:
+            raise ValueError("it was closed before its pool was there")
+        try:
+            if device.mapped_bytes < region.slots * region.slot_bytes:
+                raise ValueError(f"{device.mapped_bytes} bytes do not hold its slots")
+            region.hold(self._openers[region_id].open(device, fd))
+        except Exception as error:  # of a driver, whatever it raises: this thread goes on
+            raise NoPool(f"a pool cannot be opened: {error}") from error
+        return self._opening.pop(region_id)
+
     def _close(self, region_id: int) -> None:
         """The daemon has closed a region: nobody gets it any more, and soon it is unmapped."""
         with self._changed:
-            region: Region | Staging | None = self._regions.pop(region_id, None)
+            region: Region | Staging | None = self._regions.pop(
+                region_id, self._opening.pop(region_id, None)
+            )
             if self._staging is not None and self._staging.id == region_id:
                 region, self._staging = self._staging, None
         self._untouched = deque(
@@ -386,7 +369,10 @@ class Memory:
         """Of an answer that was not mapped: the daemon counts it as mapped until it is told
         otherwise. region_id: what was asked for, 0 for staging.
         """
-        if reply.WhichOneof("reply") in ("region", "staging"):
+        opening = self._opening.pop(region_id, None)
+        if opening is not None:
+            self._closing.setdefault(region_id, []).append(opening)
+        elif reply.WhichOneof("reply") in ("region", "staging", "device"):
             self._closing.setdefault(region_id or reply.staging.region_id, [])
 
     def _hear_out(self) -> None:
@@ -411,12 +397,13 @@ class Memory:
         """In the watcher: drops all maps. Views keep theirs until the last one goes."""
         with self._changed:
             self.alive = False
-            held: list[Region | Staging] = list(self._regions.values())
+            held: list[Region | Staging] = [*self._regions.values(), *self._opening.values()]
             if self._staging is not None:
                 held.append(self._staging)
             for region in held:
                 self._closing.setdefault(region.id, []).append(region)
             self._regions.clear()
+            self._opening.clear()
             self._staging = None
             self._changed.notify_all()
         if self._stopping:
@@ -451,7 +438,7 @@ class Memory:
         """After a fork: unmaps and closes what was inherited, without a word to the daemon."""
         self.alive = False
         self._stopping = True
-        for region in list(self._regions.values()):
+        for region in [*self._regions.values(), *self._opening.values()]:
             region.drop()
         for held in list(self._closing.values()):
             for one in held:

@@ -6,7 +6,7 @@ reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvstore.model.fingerprint import Difference, Verdict
@@ -23,6 +23,7 @@ __all__ = [
     "Hit",
     "KeyExplanation",
     "LoadAdvice",
+    "PoolUse",
     "Presence",
     "Pushed",
     "Rank",
@@ -236,9 +237,25 @@ class KeyExplanation:
     detail: str
 
 
+class PoolUse(NamedTuple):
+    """What fetches into CUDA tensors did with pools of GPU memory.
+
+    gpus: whose pools the daemon lends, as NVML spells them; none: it lends none. blocks: that came
+    out of pools, and were right. refused: how often it turned out that pools cannot be used, and
+    detail why the last time; blocks come by way of CPU memory then.
+    """
+
+    gpus: tuple[str, ...] = ()
+    blocks: int = 0
+    refused: int = 0
+    detail: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How a client is connected. transport: "shm", "stream", or "" while it is not connected."""
+    """How a client is connected. transport: "shm", "stream", or "" while it is not connected.
+    pools: of GPU memory that the daemon lends, in this session.
+    """
 
     transport: str
     reason: Reason
@@ -246,3 +263,4 @@ class Connection:
     daemon_version: str = ""
     tiers: tuple[str, ...] = ()
     detail: str = ""
+    pools: PoolUse = field(default_factory=PoolUse)

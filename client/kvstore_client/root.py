@@ -21,9 +21,7 @@ from kvstore.model.layout import layout_of
 from kvstore.model.reasons import BadRequest, KVStoreError, Reason, Unavailable
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client import steps
-from kvstore_client.calls import (
-    SpaceSpec,
-)
+from kvstore_client.calls import SpaceSpec, connection_of
 from kvstore_client.channel import CallFailed, Transport
 from kvstore_client.config import ClientConfig, check_deadline_ms
 from kvstore_client.device import Driver, TorchCuda
@@ -134,14 +132,7 @@ class Root:
         session, failure = self.link().peek()
         if session is None:
             return Connection("", failure.reason, detail=failure.detail)
-        return Connection(
-            "stream" if session.memory is None else "shm",
-            Reason.OK,
-            session.instance_id,
-            session.daemon_version,
-            session.tiers,
-            session.detail,
-        )
+        return connection_of(session)
 
     def _copy_executor(self) -> ThreadPoolExecutor | None:
         if self.config.copy_threads == 1:

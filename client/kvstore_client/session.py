@@ -10,6 +10,7 @@ from typing import Any
 from kvstore.model.reasons import Reason
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client.channel import AttachStream, CallFailed, Transport
+from kvstore_client.pools import Pools
 from kvstore_client.regions import Memory
 
 __all__ = ["Clock", "Deadline", "Session", "end_session", "session_of"]
@@ -57,6 +58,7 @@ class Session:
     nonces: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Names for calls that grant a lease: see `steps.granted`."""
     spaces: dict[bytes, Any] = field(default_factory=dict)
+    pools: Pools = field(default_factory=Pools)
 
     @property
     def keys_per_call_max(self) -> int:
@@ -75,6 +77,7 @@ def session_of(welcome: pb.Welcome, transport: Transport) -> Session:
         limits=welcome.limits,
         transport=transport,
         fd_fetch=welcome.fd_socket and welcome.fd_fetch,
+        pools=Pools(tuple(welcome.device_uuids)),
     )
 
 

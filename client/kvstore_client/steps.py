@@ -25,6 +25,7 @@ from kvstore.model.reasons import Reason
 from kvstore.wire.v1 import store_pb2 as pb
 from kvstore_client.channel import CallFailed
 from kvstore_client.link import Link
+from kvstore_client.pools import Access
 from kvstore_client.session import Deadline, Session
 
 __all__ = [
@@ -68,10 +69,11 @@ class Rpc:
 
 @dataclass(frozen=True, slots=True)
 class MapRegion:
-    """Answer: regions.Region."""
+    """Answer: regions.Region. access: by which its pool is opened, if it is a device's."""
 
     session: Session
     region_id: int
+    access: Access | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def perform(step: Step, link: Link, deadline: Deadline) -> Any:
     if memory is None:
         raise CallFailed(Reason.REGION_UNKNOWN, "this session shares no memory")
     if isinstance(step, MapRegion):
-        return memory.region(step.region_id, deadline.left_s())
+        return memory.region(step.region_id, deadline.left_s(), step.access)
     return memory.staging(step.region_id, deadline.left_s())
 
 

@@ -32,7 +32,7 @@ from kvstore_client.calls import (
 )
 from kvstore_client.channel import CallFailed
 from kvstore_client.device import DeviceFill
-from kvstore_client.regions import Staging
+from kvstore_client.mapped import Staging
 from kvstore_client.results import Pushed
 from kvstore_client.session import Session
 from kvstore_client.steps import (

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore import shm
 from kvstore_client.device import DeviceRows, DeviceTarget, pinned
-from kvstore_client.regions import Staging
+from kvstore_client.mapped import Staging
 from tests.device_double import RecordingDevice, Tensor
 
 TOTAL_BYTES = 1 << 16
