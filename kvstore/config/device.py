@@ -36,10 +36,9 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
             "gives it back by way of CPU memory; nothing of the GPU is shared. shared_unproven: "
             "the tier is above CPU memory, its pools are handed to the engines of their tenant, "
             "which copy within the GPU. That an engine survives the daemon's kill -9 in the middle "
-            "of such a copy has not been proven, and who has a pool open can write it. The client "
-            "of this package opens no pools yet: with it, the tier stays empty.",
-            when="you have proven it on your machines (see deploy/docs/gpu.md), with a client of "
-            "your own that opens pools.",
+            "of such a copy has not been proven, and who has a pool open can write it.",
+            when="you have proven it on your machines (see deploy/docs/gpu.md), and engines fetch "
+            "into tensors on a GPU.",
         ),
     ] = "staged"
     driver: Annotated[

@@ -25,9 +25,9 @@ SHARED_BYTES_PER_SECOND = 200e9
 LATENCY_NS = 200_000
 GRANULE_BYTES = 2 << 20
 """What memory of NVIDIA's GPUs comes in: cut to less, the last regions would find no room."""
-UNOPENED = (
-    "the client of this package opens no pools yet: without one that does the device tier stays "
-    "empty, and its use has not been proven"
+UNPROVEN = (
+    "pools are lent to engines: that one survives this daemon's kill -9 while it copies out of "
+    "them has not been proven on a device"
 )
 END_S = 5.0
 """How long the daemon's end waits for the device: copies take milliseconds, unpinning seconds."""
@@ -62,7 +62,7 @@ def begin(
     if not settings.device.capacity_bytes:
         return None, None
     if shares(settings):
-        event(log, logging.WARNING, UNOPENED, setting="device.pools")
+        event(log, logging.WARNING, UNPROVEN, setting="device.pools")
     # The mover's, and one for what need not be waited for.
     threads = DeviceThreads(CROSS_WORKERS + 1, "kvstore-gpu")
     undo.callback(threads.shutdown, wait=False, cancel_futures=True)

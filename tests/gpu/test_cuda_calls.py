@@ -75,6 +75,74 @@ threads.submit(tier.close).result()
 threads.shutdown()
 host.close()
 """
+
+CLIENT = """
+import contextlib, os
+import numpy as np
+from kvstore.wire.v1 import store_pb2 as pb
+from kvstore_client.pools import CudaPools
+
+class Place:
+    index = 0
+
+class Stream:
+    cuda_stream = 1
+
+class Tensor:
+    device = Place()
+
+    def __init__(self, size):
+        self.data = np.zeros(size, np.uint8)
+
+    def is_contiguous(self):
+        return True
+
+    def numel(self):
+        return self.data.size
+
+    def element_size(self):
+        return 1
+
+    def data_ptr(self):
+        return self.data.ctypes.data
+
+MAPPED = 2 << 20
+uuid = "GPU-abababab-abab-abab-abab-abababababab"
+pools = CudaPools(lambda device, stream: contextlib.nullcontext())
+print("own", pools.readable(Place(), ["GPU-other", uuid]) == uuid)
+print("other", repr(pools.readable(Place(), ["GPU-other"])))
+fd = os.memfd_create("pool")
+os.ftruncate(fd, MAPPED)
+for block in range(8):
+    os.pwrite(fd, bytes([block + 1]) * 4096, block * 4096)
+
+def said(memory, fd):
+    opened = pools.open(memory, fd, Place())
+    pools.admit(opened, Place())
+    got = []
+    for block in range(8):
+        target = Tensor(4096)
+        pools.copy(Stream(), opened, block * 4096, target)
+        got.append((int(target.data.min()), int(target.data.max())))
+    pools.close(opened)
+    return got
+
+by_file = pb.DeviceMemory(kind=pb.DEVICE_HANDLE_KIND_CUDA_FD, mapped_bytes=MAPPED, device_uuid=uuid)
+print("file", said(by_file, fd) == [(n, n) for n in range(1, 9)])
+legacy = pb.DeviceMemory(
+    kind=pb.DEVICE_HANDLE_KIND_CUDA_IPC,
+    mapped_bytes=MAPPED,
+    device_uuid=uuid,
+    ipc_handle=b"\\x5c" * 64,
+)
+print("name", said(legacy, None) == [(7, 7)] * 8)
+legacy.device_uuid = "GPU-other"
+try:
+    pools.open(legacy, None, Place())
+except OSError as error:
+    print("refused", error)
+"""
+
 REGISTERED = "register 528384 flags 0"
 
 
@@ -88,12 +156,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(library: Path, **environ: str) -> tuple[dict[str, str], list[str]]:
+def run(library: Path, program: str = PROGRAM, **environ: str) -> tuple[dict[str, str], list[str]]:
     """What the program printed, by its first word, and what the stand-in was given."""
     given = {**os.environ, "LD_LIBRARY_PATH": str(library), **environ}
     given["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=given, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], env=given, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2_000:]
     lines = (line.split(" ", 1) for line in done.stdout.splitlines())
@@ -130,3 +198,12 @@ def test_an_illegal_address_is_the_loss_of_the_device(library: Path) -> None:
     said, _ = run(library, LOSE_AT="3")
     assert said["failed"] == "5"
     assert said["state"] == "lost: CUDA_ERROR_ILLEGAL_ADDRESS"
+
+
+def test_a_client_opens_pools_by_descriptor_and_by_name(library: Path) -> None:
+    said, given = run(library, CLIENT)
+    assert (said["own"], said["other"]) == ("True", "''")
+    assert (said["file"], said["name"]) == ("True", "True")
+    assert said["refused"] == "a legacy handle is for its own GPU only"
+    assert "access loc 1 id 0 flags 3 n 1" in given
+    assert given.index("open by name flags 1") < given.index("close by name")

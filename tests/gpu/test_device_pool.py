@@ -27,8 +27,9 @@ from kvstore.tiers.base import Crossing
 from kvstore.tiers.cuda import CudaDriver
 from kvstore.tiers.device import DeviceTier
 from kvstore.tiers.host import HostTier
+from kvstore_client import Client, ClientConfig
 from tests.daemon import Daemon, make_daemon
-from tests.e2e.stage import Prompt, model
+from tests.e2e.stage import Prompt, model, until
 from tests.rawclient import RawClient
 
 torch = pytest.importorskip("torch")
@@ -312,3 +313,56 @@ def test_an_engine_that_is_killed_finds_its_blocks_when_it_comes_back(daemon: Da
                 assert row is None or (row == expected).all()
                 right += row is not None
     assert right > 64 * MIB // 65536, "more than host memory holds"
+
+
+def test_the_client_reads_blocks_out_of_the_daemons_pool(tmp_path: Path) -> None:
+    """The whole way of device.pools = shared_unproven with the client of this package: what is
+    asked for often rises into the GPU, and a fetch into a CUDA tensor copies it from there, rows in
+    a line and rows apart, every byte; it goes on when the daemon is killed meanwhile.
+    """
+    fingerprint, blocks = model(65536), 64
+    made = make_daemon(
+        tmp_path,
+        host__capacity_bytes="256MiB",
+        device__capacity_bytes="1GiB",
+        device__pools="shared_unproven",
+    )
+    prompts = [Prompt(fingerprint, seed, blocks) for seed in range(20)]
+    made.start(PATIENCE_S)
+    try:
+        with Client(made.data_socket, config=ClientConfig(deadline_ms=20_000)) as client:
+            space = client.space(fingerprint)
+            line = torch.zeros((blocks, 65536), dtype=torch.uint8, device="cuda")
+            halves = torch.zeros((2, blocks, 32768), dtype=torch.uint8, device="cuda")
+
+            def check(prompt: Prompt) -> int:
+                came = space.fetch(prompt.keys, line).blocks
+                expected = np.stack(prompt.rows())
+                assert (line.cpu().numpy()[:came] == expected[:came]).all()
+                with space.fetch_layers(prompt.keys, [halves.transpose(0, 1)]) as layers:
+                    layers.wait(0)
+                    came = layers.result().blocks
+                got = halves.cpu().numpy().transpose(1, 0, 2).reshape(blocks, -1)
+                assert (got[:came] == expected[:came]).all()
+                return came
+
+            for prompt in prompts:
+                space.push(prompt.keys, torch.from_numpy(np.stack(prompt.rows())).cuda())
+                for _ in range(3):
+                    check(prompt)
+            until(
+                "blocks come out of a pool",
+                lambda: [check(prompt) for prompt in prompts] and client.connection().pools.blocks,
+                PATIENCE_S,
+            )
+            assert not client.connection().pools.refused, client.connection().pools.detail
+            with ThreadPoolExecutor(1) as thread:
+                reading = thread.submit(
+                    lambda: [check(prompt) for _ in range(50) for prompt in prompts]
+                )
+                made.kill()
+                reading.result(PATIENCE_S)
+            assert float(torch.ones(4, device="cuda").sum()) == 4.0, "the context lives"
+    finally:
+        if made.alive:
+            made.kill()

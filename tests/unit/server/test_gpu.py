@@ -104,7 +104,7 @@ def test_the_tier_is_cut_to_what_its_memory_comes_in(
 
 @pytest.mark.torch
 @pytest.mark.parametrize(("pools", "told"), [("staged", 0), ("shared_unproven", 1)])
-def test_pools_that_nobody_opens_are_told_of_at_the_start(
+def test_what_is_not_proven_is_told_of_at_the_start(
     pools: Literal["staged", "shared_unproven"], told: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("torch")
@@ -117,4 +117,4 @@ def test_pools_that_nobody_opens_are_told_of_at_the_start(
         _, device = begin(settings, host, undo)
         assert device is not None
         assert device.shares == bool(told)
-    assert caplog.text.count("opens no pools") == told
+    assert caplog.text.count("has not been proven") == told
