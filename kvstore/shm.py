@@ -332,22 +332,22 @@ def join(
     advise: Callable[[int, int, int], None] = _advise,
 ) -> tuple[int, str]:
     """Puts what lies in [start, start + length), and is faulted in, into huge pages, as far as
-    whole ones of the region do: (bytes that are in some, why not all). Contents stay, also while
-    others read and write. Linux 6.1, whatever the system does by itself; releases the interpreter
-    lock.
+    whole ones of the region do that no device is at: (bytes that are in some, why there are no
+    more to be had). Contents stay, also while others read and write. Linux 6.1, whatever the
+    system does by itself; releases the interpreter lock.
 
     Single pages come from all over the memory: a device took 2.2 times as long to read into them.
     """
     end = min(start + length, region.total_bytes)
     joined = 0
-    for at in range(-(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end, HUGE_PAGE_BYTES):
-        if at + HUGE_PAGE_BYTES > end:
-            break
+    first = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    for at in range(first, end - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
         try:
             advise(region.address + at, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
+            joined += HUGE_PAGE_BYTES
         except OSError as error:
-            return joined, str(error)
-        joined += HUGE_PAGE_BYTES
+            if error.errno not in (errno.EAGAIN, errno.EBUSY):  # else a device is at it just now
+                return joined, str(error)
     return joined, ""
 
 

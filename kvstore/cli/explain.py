@@ -39,7 +39,8 @@ def command(
 ) -> None:
     """Tell why keys (64 hexadecimal digits, "-" reads them) or a fingerprint miss.
 
-    Exit code 0 if the fingerprint matches and every key is there, else 1.
+    Exit code 0 if engines have offered the fingerprint before, it matches, and every key is there;
+    else 1.
     """
     if (space_id is None) == (fingerprint_file is None):
         raise click.UsageError("give one of --space and --fingerprint")
@@ -58,7 +59,10 @@ def command(
     else:
         _print(reply, by_fingerprint=space_id is None)
     verdict = convert.verdict_from_wire(reply.verdict)
-    matches = space_id is not None or verdict in (Verdict.MATCH, Verdict.CONVERTIBLE)
+    matches = space_id is not None or (
+        verdict in (Verdict.MATCH, Verdict.CONVERTIBLE)
+        and Reason.from_wire(reply.reason) is Reason.OK
+    )
     asked = len(request.keys) // 32
     present = sum(Reason.from_wire(key.reason) in _THERE for key in reply.keys)
     if len(reply.keys) < asked and not daemon.as_json:

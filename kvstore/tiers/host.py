@@ -312,7 +312,7 @@ class HostTier:
     # ------------------------------------------------------------------ background
 
     def work(self) -> bool:
-        """One unit of background work, of about a millisecond; False if there is none.
+        """One unit of background work, of a few milliseconds; False if there is none.
 
         Called by the tier's own thread, or by who drives a tier that was not started.
         """

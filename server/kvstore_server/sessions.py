@@ -158,13 +158,19 @@ def opening_to_wire(opening: Opening) -> pb.OpenReply:
 async def explain_offer(
     store: Store, tenant: str, group: bytes, fingerprint: Fingerprint, keys: Sequence[bytes]
 ) -> pb.ExplainReply:
-    """What an offer of this fingerprint would be answered, and why `keys` miss in its space."""
+    """What an offer of this fingerprint would be answered, and why `keys` miss in its space. Of one
+    that is welcome and was never made the reason is that of a miss: it would begin empty.
+    """
     opening = store.core.explain_offer(tenant, group, fingerprint)
+    reason, detail = opening.reason, opening.detail
+    if opening.verdict is Verdict.MATCH and not opening.space_id:
+        reason = Reason.MISS_INCOMPATIBLE if opening.differences else Reason.MISS_NEVER_STORED
+        detail = "no engine has offered it yet: it would begin with nothing stored"
     reply = pb.ExplainReply(
         verdict=convert.VERDICTS[opening.verdict],
-        reason=convert.reason_to_wire(opening.reason),
+        reason=convert.reason_to_wire(reason),
         differences=convert.differences_to_wire(opening.differences),
-        detail=opening.detail or opening.reason.text,
+        detail=detail or reason.text,
     )
     if opening.space_id:
         reply.keys.extend(await _explained(store, tenant, opening.space_id, keys))

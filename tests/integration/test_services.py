@@ -760,16 +760,20 @@ def test_explain_tells_why(stack: Stack, client: RawClient, space: int) -> None:
 
 def test_explain_an_offer_opens_nothing(stack: Stack, client: RawClient, space: int) -> None:
     spaces = stack.ask(lambda: len(stack.store.core.spaces()))
-    for offer, verdict in (
-        (MODEL, pb.VERDICT_MATCH),
-        (altered(MODEL, "identity", weights_revision="r9"), pb.VERDICT_MATCH),
-        (model(revision=None), pb.VERDICT_HELD),
+    other = altered(MODEL, "identity", weights_revision="r9")
+    for offer, verdict, why in (
+        (MODEL, pb.VERDICT_MATCH, Reason.OK),
+        (other, pb.VERDICT_MATCH, Reason.MISS_INCOMPATIBLE),
+        (model(revision=None), pb.VERDICT_HELD, Reason.HELD_FOR_REVIEW),
     ):
         request = pb.ExplainRequest(
             fingerprint=convert.fingerprint_to_wire(offer), keys=PROMPT.keys[0]
         )
         reply = client.call("Explain", request)
-        assert reply.verdict == verdict
+        assert (reply.verdict, reason(reply.reason)) == (verdict, why)
+        assert [d.field for d in reply.differences] == ["identity.weights_revision"][
+            : offer is other
+        ]
         assert reply.detail
         assert len(reply.keys) == (offer is MODEL)
     assert stack.ask(lambda: len(stack.store.core.spaces())) == spaces

@@ -444,6 +444,17 @@ def test_what_does_not_join_is_left_and_told(large: SharedRegion) -> None:
     )
 
 
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EBUSY])
+def test_what_a_device_is_at_is_passed_over_and_no_failure(
+    large: SharedRegion, number: int
+) -> None:
+    def advise(address: int, length: int, advice: int) -> None:
+        if address == large.map.address:
+            raise OSError(number, "in use")
+
+    assert shm.join(large.map, 0, large.total_bytes, advise=advise) == (HUGE, "")
+
+
 def test_contents_stay_when_pages_are_joined(large: SharedRegion) -> None:
     client = shm.map_region(large.fd, large.total_bytes, writable=False, populate=False)
     large.map.u8[:] = pattern = np.random.default_rng(3).integers(0, 256, large.total_bytes, "u1")

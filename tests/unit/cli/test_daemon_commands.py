@@ -368,6 +368,16 @@ def test_explain_a_fingerprint(ask: Run, admin: FakeAdmin, tmp_path: Path) -> No
     output = ask("explain", "--fingerprint", str(file), KEY, code=1).output
     assert "holds none of the keys" in output
 
+    # Welcome, but never offered: nothing is there.
+    admin.replies["Explain"] = store_pb2.ExplainReply(
+        verdict=store_pb2.VERDICT_MATCH,
+        reason=reason(Reason.MISS_INCOMPATIBLE),
+        detail="it would begin with nothing stored",
+    )
+    output = ask("explain", "--fingerprint", str(file), code=1).output
+    assert "MISS_INCOMPATIBLE" in output
+    assert "it would begin with nothing stored" in output
+
 
 @pytest.mark.parametrize(
     ("text", "says"),
