@@ -37,10 +37,10 @@ def configure(
 
 def callers_may_leave(record: logging.LogRecord) -> bool:
     """False for what gRPC says, with a traceback, whenever a caller has given up by the time that
-    its answer is sent: that is counted, and is no error.
+    its answer is sent, or a stop ends a call that has just begun: these are no errors.
     """
     kind = record.exc_info[0] if record.exc_info else None
-    return kind is None or kind.__name__ != "ExecuteBatchError"
+    return kind is None or kind.__name__ not in ("ExecuteBatchError", "CancelledError")
 
 
 def event(log: logging.Logger, level: int, message: str, **fields: Any) -> None:

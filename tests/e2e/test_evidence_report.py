@@ -29,8 +29,8 @@ Daemons = Callable[..., Daemon]
 CONFIG = ClientConfig(deadline_ms=20_000)
 SMALL = model("small")
 """Blocks of 4 KiB, 16 a prompt: loaded in no time."""
-LARGE = model("large", layers=8, heads=8, head_size=128)
-"""Blocks of 128 KiB, 16 a prompt."""
+LARGE = model("large", layers=32, heads=8, head_size=128)
+"""Blocks of 512 KiB, 16 a prompt."""
 BLOCKS = 16
 COST = PrefillCost(10_000.0, 0.0)
 """10 ms a token: wrong where the engine computes faster than that. With the cost that its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -102,16 +103,16 @@ def test_kinds_are_bounded() -> None:
     assert len(stream.getvalue().splitlines()) == logs.KINDS_MAX + 1
 
 
-def test_a_caller_who_has_left_is_no_error() -> None:
+def test_a_caller_who_has_left_or_a_stop_is_no_error() -> None:
     """gRPC logs it with a traceback; everything else that it says stays."""
     stream = io.StringIO()
     logs.configure("info", "json", stream)
     log = logging.getLogger("grpc._cython.cygrpc")
     left = type("ExecuteBatchError", (Exception,), {})
-    for error in (left("left"), ValueError("other")):
+    for error in (left("left"), asyncio.CancelledError(), ValueError("other")):
         try:
             raise error
-        except Exception:
+        except (Exception, asyncio.CancelledError):
             log.exception("raised by a method")
     log.error("without one")
     entries = [json.loads(line) for line in stream.getvalue().splitlines()]
