@@ -6,6 +6,7 @@ once, and never while a copy uses it.
 
 from __future__ import annotations
 
+import abc
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Held", "Region", "Staging"]
 
 
-class Held:
+class Held(abc.ABC):
     """What a device has of the daemon's memory: copies use it, and it ends before the memory goes.
     For several threads. One that is dropped ends with its last reference, so never while a copy
     uses it. In a forked child it can neither be used nor ended: the device is the parent's.
@@ -63,13 +64,13 @@ class Held:
             self._forget()
             return True
 
+    @abc.abstractmethod
     def _give_up(self) -> None:
         """Once, however often it is called; raises nothing."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _forget(self) -> None:
         """Lets go of what keeps memory mapped."""
-        raise NotImplementedError
 
     def __del__(self) -> None:
         # Of a session that hung up while a copy was under way; the memory is still here.

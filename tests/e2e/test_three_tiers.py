@@ -47,11 +47,14 @@ class Verifier:
     """
 
     def __init__(self, daemon: Daemon) -> None:
+        self.right = self.wrong = self.missed = 0
+        self.begin(daemon)
+
+    def begin(self, daemon: Daemon) -> None:
         self.raw = RawClient(daemon.data_socket)
         self.space = self.raw.open(MODEL).space_id
         self.order = list(self.raw.welcome.tiers)
         self.lent = tuple(self.raw.welcome.device_uuids)
-        self.right = self.wrong = self.missed = 0
 
     def put(self, prompt: Prompt, *, durable: bool = False) -> Reason:
         return reason(self.raw.put(self.space, prompt.keys, prompt.rows(), durable=durable).reason)
@@ -84,7 +87,7 @@ class Verifier:
     def again(self, daemon: Daemon) -> None:
         """The daemon is another one."""
         self.close()
-        self.__init__(daemon)  # type: ignore[misc]
+        self.begin(daemon)
 
     def close(self) -> None:
         self.raw.close()
@@ -100,8 +103,7 @@ class PoolVerifier(Verifier):
             daemon.data_socket, config=ClientConfig(deadline_ms=20_000), device=TorchCpu()
         )
         self.sdk = self.client.space(MODEL)
-        self.right = self.wrong = self.missed = 0
-        self.again(daemon)
+        super().__init__(daemon)
 
     def put(self, prompt: Prompt, *, durable: bool = False) -> Reason:
         data = torch.from_numpy(np.stack(prompt.rows()))
@@ -127,6 +129,9 @@ class PoolVerifier(Verifier):
         return self.client.connection().pools.blocks
 
     def again(self, daemon: Daemon) -> None:
+        self.begin(daemon)
+
+    def begin(self, daemon: Daemon) -> None:
         until("it is connected", lambda: self.client.connection().reason is Reason.OK)
         there = self.client.connection()
         assert there.transport == "shm"
